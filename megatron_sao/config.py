@@ -1,0 +1,302 @@
+"""One frozen record per part, read from TOML. No torch: any tool can read a config.
+
+`load(path, overrides)` is the only reader. Only the entry point sees the whole `Config`; every other module takes the
+record or the values it needs. A validator is named as the sentence that it enforces.
+"""
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
+"""`package.module:name`."""
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class RunConfig(Part):
+    directory: str  # everything that a run writes lies below it
+    num_steps: PositiveInt  # actor updates
+    seed: NonNegativeInt = 0
+    deterministic: bool = False  # batches in admission order, not in order of completion
+    shutdown_timeout_s: PositiveFloat = 15.0
+
+
+class ModelConfig(Part):
+    path: str  # HF directory of the start policy: config.json, safetensors, tokenizer
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the parameters; main parameters are always float32
+
+
+class LayoutConfig(Part):
+    """Ranks of one Megatron group. data parallel = num_ranks / tensor. expert divides num_ranks."""
+
+    num_ranks: PositiveInt = 1
+    tensor: PositiveInt = 1
+    expert: PositiveInt = 1
+
+    @model_validator(mode="after")
+    def tensor_and_expert_parallel_sizes_divide_the_ranks(self) -> "LayoutConfig":
+        for name, size in (("tensor", self.tensor), ("expert", self.expert)):
+            if self.num_ranks % size:
+                raise ValueError(f"{name} = {size} does not divide num_ranks = {self.num_ranks}")
+        return self
+
+    @property
+    def data(self) -> int:
+        return self.num_ranks // self.tensor
+
+
+class OptimizerConfig(Part):
+    """Adam, method.md section 3. The rate rises linearly over `warmup_updates` of this optimizer, then is constant."""
+
+    learning_rate: NonNegativeFloat
+    clip_norm: PositiveFloat
+    warmup_updates: NonNegativeInt = 10
+    betas: tuple[float, float] = Field(default=(0.9, 0.98), strict=False)
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1  # none on norms, biases and the value head
+    distributed: bool = True  # Megatron's distributed optimizer: states sharded over data-parallel ranks
+
+
+class RoleConfig(Part):
+    """What actor and critic have in common."""
+
+    layout: LayoutConfig = LayoutConfig()
+    optimizer: OptimizerConfig
+    freeze: tuple[str, ...] = Field(default=(), strict=False)  # glob patterns over HF names; each must match
+    max_tokens_per_micro_batch: PositiveInt = 8192  # the packing budget; the longest trajectory must fit
+    recompute: Literal["none", "full"] = "none"
+    num_threads: PositiveInt = 1  # per rank, on a CPU
+    command_timeout_s: PositiveFloat = 1800.0  # the longest single command (an update, the values, a load)
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+
+    @model_validator(mode="after")
+    def dropout_is_zero_in_training(self) -> "RoleConfig":
+        if self.hidden_dropout or self.attention_dropout:
+            raise ValueError(
+                f"dropout must be 0 (hidden {self.hidden_dropout}, attention {self.attention_dropout}): the ratio to "
+                "the rollout's log-probs is that of one and the same distribution"
+            )
+        return self
+
+
+class ActorConfig(RoleConfig):
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
+
+
+class CriticConfig(RoleConfig):
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0)
+    init: str = "policy"  # "policy", or the directory of an exported critic
+    freeze: tuple[str, ...] = Field(default=("*.self_attn.*",), strict=False)
+    train_router: bool = True
+    num_updates: PositiveInt = 2  # K, per actor update, on the same batch
+    values: Literal["after_updates", "before_updates"] = "after_updates"
+    critic_only_steps: NonNegativeInt = 10
+    min_explained_variance: float | None = None
+    max_critic_only_steps: NonNegativeInt = 50
+    continue_below_min_explained_variance: bool = False
+
+    @model_validator(mode="after")
+    def the_critic_only_phase_can_end(self) -> "CriticConfig":
+        if self.max_critic_only_steps < self.critic_only_steps:
+            raise ValueError(
+                f"max_critic_only_steps = {self.max_critic_only_steps} is below critic_only_steps = "
+                f"{self.critic_only_steps}"
+            )
+        return self
+
+
+class AlgorithmConfig(Part):
+    """method.md sections 1 and 2. The epsilons are distances from 1: a ratio is trusted in (1-eps_low, 1+eps_high)."""
+
+    eps_low: Annotated[float, Field(gt=0, lt=1)]
+    eps_high: PositiveFloat
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    alpha: PositiveFloat = 1.5  # lambda_policy = 1 - 1/(alpha * number of action tokens)
+    lambda_critic: Annotated[float, Field(ge=0, le=1)] = 1.0
+    whiten_advantages: bool = False
+    advantage: Literal["gae", "zero"] = "gae"  # "zero" is a control: everything runs, nothing is learned
+
+
+class RolloutConfig(Part):
+    prompts: ImportPath  # callable(**prompts_args) -> Sequence[Prompt]
+    prompts_args: dict[str, Any] = {}
+    episode: ImportPath  # callable(tokenizer, **episode_args) -> Episode
+    episode_args: dict[str, Any] = {}
+    reward: ImportPath  # async callable(prompt, trajectories) -> Reward
+    reward_range: tuple[float, float] = Field(default=(0.0, 1.0), strict=False)
+    trajectories_per_step: PositiveInt = 128  # episodes a step takes
+    max_lag: NonNegativeInt = 1  # slots = (max_lag + 1) * trajectories_per_step
+    max_token_lag: NonNegativeInt | None = None  # drops a trajectory whose oldest token is older
+    max_episode_tokens: PositiveInt  # prompt, actions and observations of one trajectory
+    max_turn_tokens: PositiveInt
+    max_turns: PositiveInt = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    episode_timeout_s: PositiveFloat = 3600.0
+    reward_timeout_s: PositiveFloat = 60.0
+    max_consecutive_failures: PositiveInt = 16  # broken episodes in a row before the run gives up
+
+    @model_validator(mode="after")
+    def sampling_is_from_the_models_own_distribution(self) -> "RolloutConfig":
+        if self.temperature != 1.0 or self.top_p != 1.0:
+            raise ValueError(
+                f"temperature = {self.temperature}, top_p = {self.top_p}: both must be 1, since the logged log-prob "
+                "must be that of the sampling distribution"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_turn_fits_in_an_episode(self) -> "RolloutConfig":
+        if self.max_turn_tokens > self.max_episode_tokens:
+            raise ValueError(
+                f"max_turn_tokens = {self.max_turn_tokens} exceeds max_episode_tokens = {self.max_episode_tokens}"
+            )
+        return self
+
+    @property
+    def num_slots(self) -> int:
+        return (self.max_lag + 1) * self.trajectories_per_step
+
+
+class EngineConfig(Part):
+    """One SGLang server, started, watched and stopped by the run."""
+
+    host: str = "127.0.0.1"
+    port: NonNegativeInt = 0  # 0: a free one
+    tensor: PositiveInt = 1
+    max_total_tokens: PositiveInt | None = None  # KV cache; None: what SGLang finds
+    cpu_cores: str | None = None  # SGLANG_CPU_OMP_THREADS_BIND on a CPU, e.g. "1" or "0|1" for tensor = 2
+    start_timeout_s: PositiveFloat = 600.0
+    request_timeout_s: PositiveFloat = 1800.0
+    control_timeout_s: PositiveFloat = 60.0  # pause, flush, begin, end, continue
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+
+
+class PublishConfig(Part):
+    bucket_bytes: PositiveInt = 512 * 1024 * 1024
+    timeout_s: PositiveFloat = 300.0  # of each phase: connect, gather, send, load, resume
+    first_timeout_s: PositiveFloat = 900.0  # the first connect, where NCCL compiles
+    pause_mode: Literal["retract"] = "retract"
+    verify_first: bool = True  # checksum, reset, publish version 0, compare
+    logprob_tolerance: PositiveFloat = 1e-2  # engine against actor on the fixed prompt, after each publish
+
+
+class EvaluationConfig(Part):
+    prompts: ImportPath
+    prompts_args: dict[str, Any] = {}
+    num_prompts: PositiveInt = 256
+    every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
+
+
+class MetricsConfig(Part):
+    tensorboard: bool = True  # written where the package is installed
+
+
+class Config(Part):
+    run: RunConfig
+    model: ModelConfig
+    actor: ActorConfig = ActorConfig()
+    critic: CriticConfig = CriticConfig()
+    algorithm: AlgorithmConfig
+    rollout: RolloutConfig
+    engine: EngineConfig = EngineConfig()
+    publish: PublishConfig = PublishConfig()
+    evaluation: EvaluationConfig | None = None
+    metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="after")
+    def the_longest_trajectory_fits_in_a_micro_batch(self) -> "Config":
+        for name, role in (("actor", self.actor), ("critic", self.critic)):
+            if role.max_tokens_per_micro_batch < self.rollout.max_episode_tokens:
+                raise ValueError(
+                    f"{name}.max_tokens_per_micro_batch = {role.max_tokens_per_micro_batch} is below "
+                    f"rollout.max_episode_tokens = {self.rollout.max_episode_tokens}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def a_critic_lambda_below_one_needs_values_before_the_updates(self) -> "Config":
+        if self.algorithm.lambda_critic < 1 and self.critic.values != "before_updates":
+            raise ValueError(
+                f"algorithm.lambda_critic = {self.algorithm.lambda_critic} makes targets from values: set "
+                'critic.values = "before_updates"'
+            )
+        return self
+
+
+def load(path: Path, overrides: Iterable[str] = ()) -> Config:
+    """Read a TOML file and apply `key.path=value` overrides (the value is TOML; a bare word is a string).
+
+    Raises:
+        ValueError: file missing or not TOML, unknown or missing key (the known ones are listed), value out of range.
+    """
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"cannot read the config {path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply(data, override)
+    return parse(data, source=str(path))
+
+
+def parse(data: Mapping[str, Any], *, source: str) -> Config:
+    """Validate a config given as nested mappings; `source` names it in errors."""
+    try:
+        return Config.model_validate(data)
+    except ValidationError as error:
+        lines = [_explain(item) for item in error.errors()]
+        raise ValueError(f"{source}: " + "; ".join(lines)) from None
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ValueError(f"override {override!r} is not of the form key.path=value")
+    *parents, last = key.strip().split(".")
+    node = data
+    for parent in parents:
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"override {override!r}: {parent!r} is a value, not a table")
+    node[last] = _toml_value(text.strip())
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(item: Any) -> str:
+    location = [str(part) for part in item["loc"]]
+    where = ".".join(location)
+    if item["type"] == "extra_forbidden":
+        known = ", ".join(sorted(_part_at(location[:-1]).model_fields))
+        return f"unknown key {where!r}; known here: {known}"
+    if item["type"] == "missing":
+        return f"missing key {where!r}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{where}: {message} (got {item['input']!r})" if item["type"] != "value_error" else f"{where or 'config'}: {message}"
+
+
+def _part_at(location: list[str]) -> type[BaseModel]:
+    part: type[BaseModel] = Config
+    for name in location:
+        annotation = part.model_fields[name].annotation
+        candidates = [annotation, *getattr(annotation, "__args__", ())]
+        part = next(c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel))
+    return part
