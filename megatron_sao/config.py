@@ -290,7 +290,11 @@ def _explain(item: Any) -> str:
     if item["type"] == "missing":
         return f"missing key {where!r}"
     message = str(item["msg"]).removeprefix("Value error, ")
-    return f"{where}: {message} (got {item['input']!r})" if item["type"] != "value_error" else f"{where or 'config'}: {message}"
+    return (
+        f"{where}: {message} (got {item['input']!r})"
+        if item["type"] != "value_error"
+        else f"{where or 'config'}: {message}"
+    )
 
 
 def _part_at(location: list[str]) -> type[BaseModel]:
