@@ -1,0 +1,95 @@
+"""SGLang's JSON answers, read into records. What is missing, short, shifted or of another type is an EngineError.
+
+Axis letters: P prompt tokens, G generated tokens.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_sao.rollout.engine import EngineError, GenerateRequest, Generation, PromptScore
+from megatron_sao.types import WeightVersion
+
+ROUNDING = 1e-5  # a log-prob this far above 0 is a probability of 1, rounded
+CALL = "/generate"
+
+
+def read_generation(engine: str, request: GenerateRequest, answer: Any) -> Generation:
+    try:
+        return _generation(engine, request, answer)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(engine, CALL, None, f"request {request.rid}: {_reason(error)}") from error
+
+
+def read_score(engine: str, input_ids: Sequence[int], answer: Any) -> PromptScore:
+    """The answer to a request with `logprob_start_len` 0: its first entry has no log-prob."""
+    try:
+        meta = answer["meta_info"]
+        _raise_if_aborted(meta)
+        entries = meta["input_token_logprobs"]
+        _check_ids([entry[1] for entry in entries], input_ids, "scored")
+        logprobs = tuple(_logprob(entry[0]) for entry in entries[1:])
+        return PromptScore(
+            logprobs=logprobs, cached_tokens=int(meta["cached_tokens"]), version=int(meta["weight_version"])
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise EngineError(engine, CALL, None, f"score of {len(input_ids)} tokens: {_reason(error)}") from error
+
+
+def expand_spans(spans: Sequence[Any], num_tokens: int) -> tuple[WeightVersion, ...]:
+    """One version per token from `[{"version": "3", "start": 0, "end": 7}, ...]`, which must tile 0..num_tokens.
+
+    Raises:
+        ValueError: a gap, an overlap, a wrong end, or a version that is not an integer.
+    """
+    versions: list[WeightVersion] = []
+    for span in spans:
+        if span["start"] != len(versions) or span["end"] < span["start"]:
+            raise ValueError(f"version spans do not follow each other: {list(spans)}")
+        versions.extend([int(span["version"])] * (span["end"] - span["start"]))
+    if len(versions) != num_tokens:
+        raise ValueError(f"version spans cover {len(versions)} of {num_tokens} tokens: {list(spans)}")
+    return tuple(versions)
+
+
+def _generation(engine: str, request: GenerateRequest, answer: Any) -> Generation:
+    meta = answer["meta_info"]
+    output_ids = tuple(int(token) for token in answer["output_ids"])
+    reason = meta["finish_reason"]
+    finish = reason["type"]
+    if finish not in ("stop", "length", "abort"):
+        raise ValueError(f"unknown finish reason {reason}")
+    if len(output_ids) > request.max_new_tokens:
+        raise ValueError(f"{len(output_ids)} tokens where at most {request.max_new_tokens} were asked for")
+    entries = meta["output_token_logprobs"] if output_ids else []
+    _check_ids([entry[1] for entry in entries], output_ids, "generated")
+    return Generation(
+        output_ids=output_ids,
+        logprobs=tuple(_logprob(entry[0]) for entry in entries),
+        versions=expand_spans(meta["weight_versions"] if output_ids else [], len(output_ids)),
+        finish=finish,
+        matched_stop=reason["matched"] if finish == "stop" and isinstance(reason["matched"], int) else None,
+        cached_tokens=int(meta.get("cached_tokens") or 0),
+        engine=engine,
+    )
+
+
+def _raise_if_aborted(meta: Any) -> None:
+    if meta["finish_reason"]["type"] == "abort":
+        raise ValueError(f"aborted: {meta['finish_reason'].get('message')}")
+
+
+def _check_ids(ids: Sequence[int], expected: Sequence[int], what: str) -> None:
+    if len(ids) != len(expected):
+        raise ValueError(f"{len(ids)} log-probs for {len(expected)} {what} tokens")
+    if list(ids) != list(expected):
+        raise ValueError(f"the log-probs belong to other tokens than the {len(expected)} {what} ones")
+
+
+def _logprob(value: Any) -> float:
+    if not isinstance(value, float | int):
+        raise ValueError(f"a log-prob is {value!r}")
+    return 0.0 if 0 < value <= ROUNDING else float(value)
+
+
+def _reason(error: Exception) -> str:
+    return f"the answer has no {error}" if isinstance(error, KeyError) else str(error)
