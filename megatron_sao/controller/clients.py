@@ -1,0 +1,95 @@
+"""What a step asks of the two roles, as methods. Each holds the role's channel, its packing and its deadline.
+
+Legend: T all tokens, A action tokens of a batch, in the batch's order.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sao.channel import Channel
+from megatron_sao.channel.commands import (
+    ActorUpdate,
+    CriticUpdate,
+    CriticValues,
+    DropBatch,
+    Export,
+    LoadBatch,
+    Score,
+)
+from megatron_sao.config import RoleConfig
+from megatron_sao.data.packing import pack, packing_metrics
+from megatron_sao.metrics import Metric
+from megatron_sao.types import Batch, WeightVersion
+
+Metrics = Mapping[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleClient:
+    """A Megatron group as the controller sees it."""
+
+    channel: Channel
+    num_data_parallel: int
+    max_tokens_per_micro_batch: int
+    timeout_s: float
+
+    @classmethod
+    def of(cls, channel: Channel, config: RoleConfig) -> Self:
+        return cls(
+            channel=channel,
+            num_data_parallel=config.layout.data,
+            max_tokens_per_micro_batch=config.max_tokens_per_micro_batch,
+            timeout_s=config.command_timeout_s,
+        )
+
+    async def load(self, batch: Batch) -> Metrics:
+        """Send the tokens once, packed for this group's layout. Returns packing/waste_fraction and /imbalance."""
+        plan = pack(batch.lengths, num_ranks=self.num_data_parallel, max_tokens=self.max_tokens_per_micro_batch)
+        command = LoadBatch(batch_id=batch.id, trajectory_ids=batch.trajectory_ids, plan=plan.ranks)
+        tensors = {
+            "offsets": batch.offsets,
+            "token_ids": batch.token_ids,
+            "is_action": batch.is_action,
+            "rollout_logprobs": batch.rollout_logprobs,
+            "version": batch.version,
+        }
+        await self.channel.call(command, tensors, timeout_s=self.timeout_s)
+        return packing_metrics(plan, batch.lengths, self.max_tokens_per_micro_batch)
+
+    async def drop(self, batch: Batch) -> None:
+        await self.channel.call(DropBatch(batch_id=batch.id), timeout_s=self.timeout_s)
+
+    async def export(self, directory: Path) -> None:
+        """Write a HF directory: complete, or not there at all."""
+        await self.channel.call(Export(directory=str(directory)), timeout_s=self.timeout_s)
+
+
+class CriticClient(RoleClient):
+    async def update(self, batch: Batch, targets_A: NDArray[np.float32]) -> Metrics:
+        """One optimizer update towards `targets_A`."""
+        command = CriticUpdate(batch_id=batch.id)
+        answer = await self.channel.call(command, {"targets": targets_A}, timeout_s=self.timeout_s)
+        return answer.metrics
+
+    async def values(self, batch: Batch) -> NDArray[np.float32]:
+        """[A] V(s) before each action token, under the current critic."""
+        answer = await self.channel.call(CriticValues(batch_id=batch.id), timeout_s=self.timeout_s)
+        return answer.tensors["values"]
+
+
+class ActorClient(RoleClient):
+    async def update(self, batch: Batch, advantages_A: NDArray[np.float32], *, version: WeightVersion) -> Metrics:
+        """One DIS update of the weights `version`, which become `version + 1`."""
+        command = ActorUpdate(batch_id=batch.id, version=version)
+        answer = await self.channel.call(command, {"advantages": advantages_A}, timeout_s=self.timeout_s)
+        return answer.metrics
+
+    async def score(self, token_ids_T: NDArray[np.int32]) -> NDArray[np.float32]:
+        """[T-1] log-prob of token t+1 given tokens 0..t."""
+        answer = await self.channel.call(Score(), {"token_ids": token_ids_T}, timeout_s=self.timeout_s)
+        return answer.tensors["logprobs"]
