@@ -1,0 +1,98 @@
+"""Which tensors a publish sends, in which buckets. Pure, no torch: the same input gives the same plan on every rank.
+
+A bucket is one flat run of bytes (SGLang's `flattened_bucket`): its tensors lie end to end, widest dtype first, so that
+every tensor starts at a multiple of its own item size, which is what the receiver asks for.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from megatron_sao.types import Bucket, PublishPlan, TensorSpec
+
+ITEM_BYTES = {
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publishable:
+    """A whole tensor of the model under its HF name, and whether training can change it."""
+
+    spec: TensorSpec
+    trained: bool
+    is_buffer: bool  # published although no parameter, e.g. a router's correction bias
+
+
+def tensor_bytes(spec: TensorSpec) -> int:
+    if spec.dtype not in ITEM_BYTES:
+        raise ValueError(f"{spec.name} has dtype {spec.dtype!r}; a publish can send: {', '.join(ITEM_BYTES)}")
+    return ITEM_BYTES[spec.dtype] * math.prod(spec.shape)
+
+
+def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool) -> PublishPlan:
+    """Buckets of at most `bucket_bytes` in the order of `tensors`; a larger tensor is a bucket of its own.
+
+    `full` sends everything; else what training can change: trained parameters and buffers.
+
+    Raises:
+        ValueError: two tensors of one name (tied tensors are given once), an unknown dtype, nothing to send.
+    """
+    names = [tensor.spec.name for tensor in tensors]
+    if len(set(names)) != len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"given twice for one publish: {', '.join(twice)}; tied tensors are sent once")
+    chosen = [tensor.spec for tensor in tensors if full or tensor.trained or tensor.is_buffer]
+    if not chosen:
+        raise ValueError(f"none of {len(names)} tensors is trained or a buffer: a publish has nothing to send")
+    buckets = tuple(_bucket(specs) for specs in _fill(chosen, bucket_bytes))
+    return PublishPlan(buckets=buckets, digest=digest(buckets))
+
+
+def digest(buckets: Sequence[Bucket]) -> str:
+    """sha256 over the canonical form: names, dtypes, shapes and byte counts in sending order."""
+    rows = [[bucket.num_bytes, [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]] for bucket in buckets]
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def check_digest(plan: PublishPlan) -> PublishPlan:
+    """The plan itself. Raises RuntimeError when its content is not what its digest was made of."""
+    found = digest(plan.buckets)
+    if found != plan.digest:
+        raise RuntimeError(f"a publish plan of digest {plan.digest[:12]} arrived with content of digest {found[:12]}")
+    return plan
+
+
+def offsets(bucket: Bucket) -> tuple[int, ...]:
+    """First byte of each tensor of the bucket."""
+    sizes = [tensor_bytes(spec) for spec in bucket.tensors]
+    return tuple(sum(sizes[:index]) for index in range(len(sizes)))
+
+
+def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+    buckets: list[list[TensorSpec]] = []
+    free = 0
+    for spec in specs:
+        size = tensor_bytes(spec)
+        if not buckets or size > free:
+            buckets.append([])
+            free = bucket_bytes
+        buckets[-1].append(spec)
+        free -= size  # below 0 after a tensor that is larger than a bucket: nothing joins it
+    return buckets
+
+
+def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
+    widest_first = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])  # stable
+    return Bucket(tensors=tuple(widest_first), num_bytes=sum(map(tensor_bytes, widest_first)))
