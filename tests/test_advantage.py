@@ -10,7 +10,7 @@ from megatron_sao.algorithm.advantage import (
     lambda_policy,
     skip_observation_gae,
     skip_observation_gae_reference,
-    whitened,
+    whiten,
 )
 from megatron_sao.types import Batch
 
@@ -147,11 +147,11 @@ def test_values_of_the_wrong_length_or_not_finite_are_refused() -> None:
 
 
 def test_whitening_gives_mean_0_and_deviation_1_over_the_step() -> None:
-    got = whitened(np.array([1.0, 2.0, 6.0]))
+    got = whiten(np.array([1.0, 2.0, 6.0]))
     assert got.mean() == pytest.approx(0)
     assert got.std() == pytest.approx(1)
-    np.testing.assert_array_equal(whitened(np.full(3, 2.0)), np.zeros(3))
+    np.testing.assert_array_equal(whiten(np.full(3, 2.0)), np.zeros(3))
     batch = make_batch([[False, True, True], [False, True]], [[0.0, 0, 1], [0.0, 0.25]])
-    got = batch_advantages(batch, np.zeros(3), gamma=1.0, alpha=ALPHA, whiten=True)
+    got = batch_advantages(batch, np.zeros(3), gamma=1.0, alpha=ALPHA, whiten_advantages=True)
     assert got.mean() == pytest.approx(0, abs=1e-6)
     assert got.std() == pytest.approx(1, abs=1e-6)

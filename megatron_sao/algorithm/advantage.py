@@ -110,7 +110,7 @@ def critic_targets(
     return action_gae(rewards_A, values_A, gamma=gamma, lam=lam) + np.asarray(values_A, dtype=np.float64)
 
 
-def whitened(advantages_A: FloatArray) -> FloatArray:
+def whiten(advantages_A: FloatArray) -> FloatArray:
     """Mean 0 and standard deviation 1 over the step's action tokens; all-equal advantages become 0."""
     centred = advantages_A - advantages_A.mean()
     deviation = centred.std()
@@ -118,7 +118,7 @@ def whitened(advantages_A: FloatArray) -> FloatArray:
 
 
 def batch_advantages(
-    batch: Batch, values_A: NDArray[np.floating], *, gamma: float, alpha: float, whiten: bool = False
+    batch: Batch, values_A: NDArray[np.floating], *, gamma: float, alpha: float, whiten_advantages: bool = False
 ) -> NDArray[np.float32]:
     """Advantages [A] float32 of a batch's action tokens, in the batch's token order, from its values [A].
 
@@ -131,7 +131,7 @@ def batch_advantages(
         for rewards, span in _trajectories(batch)
     ]
     advantages_A = np.concatenate(parts)
-    return (whitened(advantages_A) if whiten else advantages_A).astype(np.float32)
+    return (whiten(advantages_A) if whiten_advantages else advantages_A).astype(np.float32)
 
 
 def batch_targets(
