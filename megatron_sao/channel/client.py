@@ -101,6 +101,13 @@ class RoleConnection:
         request_id, _ = self._take_open()
         self._send(encode_failure(request_id, error if isinstance(error, Failure) else failure_of(error)))
 
+    def pending(self) -> bool:
+        """True when the controller has sent something more, or has gone, while a command is at work here.
+
+        A command that waits for somebody else (a publish) polls it: the next command after a failure is PublishLeave.
+        """
+        return _readable(self._sock, 0.0)
+
     def close(self) -> None:
         self._sock.close()
 
