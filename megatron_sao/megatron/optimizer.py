@@ -1,0 +1,185 @@
+"""Adam over Megatron's (distributed) optimizer: parameter groups, warm-up, gradient norms, clipping.
+
+Megatron sorts parameters, keeps float32 main parameters and shards them over data-parallel ranks. This module gives it
+the groups, and does between `prepare_grads` and `step_with_ready_grads` what the method wants: a norm over every
+trained parameter counted once, in total and per group, before clipping; and no step at all on a gradient that is not
+finite.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
+from torch import Tensor, nn
+
+from megatron_sao.config import OptimizerConfig
+from megatron_sao.megatron.parallel import Parallel
+
+Part = Literal["head", "experts", "rest"]
+PARTS: tuple[Part, ...] = ("head", "experts", "rest")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UpdateReport:
+    """One optimizer update. Norms are of the gradients before clipping."""
+
+    grad_norm: float
+    grad_norms: dict[Part, float]  # a part without a trained parameter has norm 0
+    learning_rate: float  # that this update used
+    num_updates: int  # this one included
+
+
+def part_of(name: str) -> Part:
+    """The part of a model that a Megatron parameter belongs to. Shared experts, which every token visits, are rest."""
+    if "value_head." in name:
+        return "head"
+    return "experts" if ".mlp.experts." in name else "rest"
+
+
+def wrap(model: nn.Module, config: OptimizerConfig) -> DistributedDataParallel:
+    """Megatron's DDP around a model whose `requires_grad` is set: float32 gradient buffers for what is trained.
+
+    Raises:
+        ValueError: no parameter is trained.
+    """
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError("every parameter is frozen: nothing is left to train; narrow the freeze patterns")
+    for name, parameter in model.named_parameters():
+        if part_of(name) == "experts":
+            # Sum over the ranks with the same experts, which are data *and* tensor ranks when there are fewer expert
+            # ranks than those. With one expert rank Megatron would reduce over data ranks only, and each tensor rank
+            # would keep the gradient of its own tokens.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+    settings = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=config.distributed
+    )
+    transformer: Any = model.config
+    transformer.finalize_model_grads_func = finalize_model_grads
+    return DistributedDataParallel(transformer, settings, model)
+
+
+class Optimizer:
+    """One model's Adam. `num_updates` is its own counter: the warm-up reads nothing else."""
+
+    def __init__(self, model: DistributedDataParallel, parallel: Parallel, config: OptimizerConfig) -> None:
+        self.num_updates = 0
+        self._model, self._parallel, self._config = model, parallel, config
+        dtype = model.config.params_dtype
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.learning_rate,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.betas[0],
+            adam_beta2=config.betas[1],
+            adam_eps=config.eps,
+            clip_grad=0.0,  # `step` clips
+            bf16=dtype is torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=config.distributed,
+        )
+        self._megatron = get_megatron_optimizer(settings, [model], config_overrides=_group_overrides())
+
+    def learning_rate(self, update: int) -> float:
+        """Rate of the update with this number, from 1: linear over the first `warmup_updates`, then constant."""
+        warmup = self._config.warmup_updates
+        return self._config.learning_rate * (min(1.0, update / warmup) if warmup else 1.0)
+
+    def step(self) -> UpdateReport:
+        """Update the parameters from the gradients that `run_training` left. Every rank calls it.
+
+        Raises:
+            RuntimeError: a gradient is not finite (the tensor and its rank are named); nothing has been stepped.
+        """
+        self._megatron.prepare_grads()
+        norms = self._grad_norms()
+        total = math.hypot(*norms.values())
+        if not math.isfinite(total):
+            raise RuntimeError(self._blame())
+        rate = self.learning_rate(self.num_updates + 1)
+        for group in self._megatron.param_groups:
+            group["lr"] = rate
+            group["weight_decay"] = self._config.weight_decay * group["wd_mult"]
+        for optimizer in self._megatron.chained_optimizers:
+            if optimizer.get_parameters():
+                clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_norm, total)
+        self._megatron.step_with_ready_grads()
+        self._megatron.zero_grad()
+        self.num_updates += 1
+        return UpdateReport(grad_norm=total, grad_norms=norms, learning_rate=rate, num_updates=self.num_updates)
+
+    def _grad_norms(self) -> dict[Part, float]:
+        """Norm of each part over the whole model: every rank adds the squares it owns, float64, one all-reduce."""
+        squares = {part: torch.zeros((), dtype=torch.float64) for part in PARTS}
+        for group, gradient in self._owned_gradients():
+            norm = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            squares[group["part"]] = squares[group["part"]].to(norm.device) + norm * norm
+        device = next(self._model.parameters()).device
+        total = torch.stack([squares[part].to(device) for part in PARTS])
+        dist.all_reduce(total, group=self._parallel.world_group)
+        return dict(zip(PARTS, total.sqrt().tolist(), strict=True))
+
+    def _owned_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
+        """Gradients that this rank adds to a sum over all ranks, so that each element of the model counts once.
+
+        Copies lie on the tensor ranks (norms, router) and on the data ranks; experts lie on expert ranks, their copies
+        on expert-data ranks. The distributed optimizer has cut the copies over data ranks into shards: all count.
+        """
+        parallel, distributed = self._parallel, self._config.distributed
+        for group in self._megatron.param_groups:
+            if group["part"] == "experts":
+                owned = distributed or parallel.expert_data_rank == 0
+            else:
+                owned = (distributed or parallel.data_rank == 0) and (group["cut"] or parallel.tensor_rank == 0)
+            if owned:
+                yield from ((group, parameter.grad) for parameter in group["params"] if parameter.grad is not None)
+
+    def _blame(self) -> str:
+        """Which gradients are not finite: the first on each rank, by name. Every rank says the same."""
+        names = [name for name, parameter in self._model.module.named_parameters() if parameter.requires_grad]
+        gradients = (p.main_grad for p in self._model.module.parameters() if p.requires_grad)
+        bad = [index for index, gradient in enumerate(gradients) if not bool(torch.isfinite(gradient).all())]
+        first = torch.tensor([bad[0] if bad else -1, len(bad)], device=next(self._model.parameters()).device)
+        found = [torch.empty_like(first) for _ in range(self._parallel.world_size)]
+        dist.all_gather(found, first, group=self._parallel.world_group)
+        seen = [(rank, *pair.tolist()) for rank, pair in enumerate(found)]
+        lines = [f"rank {rank}: {names[index]} (and {count - 1} more)" for rank, index, count in seen if index >= 0]
+        return (
+            f"update {self.num_updates + 1}: gradients are not finite, nothing was stepped: {'; '.join(lines)}. "
+            "Look at the batch's log-probs, advantages or targets, and at the last metrics before this"
+        )
+
+
+def _group_overrides() -> dict[ParamKey, Any]:
+    """Label every parameter: its part, whether tensor-parallel ranks cut it, and no decay on norms, biases, head."""
+
+    def key(name: str, matches: Any) -> ParamKey:
+        return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
+
+    def is_part(part: Part) -> Any:
+        return lambda parameter, name: part_of(name) == part
+
+    overrides: dict[ParamKey, Any] = {key(part, is_part(part)): {"part": part} for part in PARTS}
+    overrides[key("cut", lambda parameter, name: _is_cut(parameter))] = {"cut": True}
+    overrides[key("copied", lambda parameter, name: not _is_cut(parameter))] = {"cut": False}
+    overrides[key("no decay", lambda parameter, name: not _decays(parameter, name))] = {"wd_mult": 0.0}
+    return overrides
+
+
+def _is_cut(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _decays(parameter: Tensor, name: str) -> bool:
+    return parameter.ndim > 1 and not name.endswith(".bias") and part_of(name) != "head"
