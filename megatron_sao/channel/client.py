@@ -87,6 +87,10 @@ class RoleConnection:
             return command, tensors
         return None
 
+    def interrupted(self) -> bool:
+        """Whether something has come in (or the controller has gone) while a command runs: a wish to cancel it."""
+        return _readable(self._sock, 0.0)
+
     def reply(self, answer: Answer = Answer()) -> None:
         """Raises ProtocolError, with nothing sent, when the tensors are not what the command declares."""
         request_id, command = self._take_open()
@@ -100,13 +104,6 @@ class RoleConnection:
     def fail(self, error: BaseException | Failure) -> None:
         request_id, _ = self._take_open()
         self._send(encode_failure(request_id, error if isinstance(error, Failure) else failure_of(error)))
-
-    def pending(self) -> bool:
-        """True when the controller has sent something more, or has gone, while a command is at work here.
-
-        A command that waits for somebody else (a publish) polls it: the next command after a failure is PublishLeave.
-        """
-        return _readable(self._sock, 0.0)
 
     def close(self) -> None:
         self._sock.close()
