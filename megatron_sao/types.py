@@ -74,6 +74,7 @@ class Trajectory:
     version: NDArray[np.int32]  # [T] weight version of the forward pass that sampled the token, -1 on observations
     reward: NDArray[np.float32]  # [T] non-zero only on the last token of an action
     turns: tuple[tuple[int, int], ...]  # action spans [start, end)
+    texts: tuple[str, ...] = ()  # of each turn, control tokens left out: for rewards and logs, never encoded again
     stop_reason: StopReason
     engine: str
     started_s: float
@@ -115,6 +116,8 @@ class Trajectory:
         spans = tuple((int(start), int(end)) for start, end in zip(edges[::2], edges[1::2], strict=True))
         if tuple(self.turns) != spans:
             raise ValueError(f"trajectory {self.id}: turns {self.turns} are not its action spans {spans}")
+        if self.texts and len(self.texts) != len(spans):
+            raise ValueError(f"trajectory {self.id}: {len(self.texts)} texts for {len(spans)} turns")
         if not np.isfinite(self.reward).all():
             raise ValueError(f"trajectory {self.id}: a reward is not finite")
         last = np.zeros(len(self.token_ids), dtype=bool)

@@ -7,39 +7,17 @@ is at most max_lag versions old when it is trained, and no more than that many a
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_sao.metrics import Metric, Reduction
-from megatron_sao.types import Prompt, Reward, Trajectory, WeightVersion
+from megatron_sao.metrics import Metric
+from megatron_sao.types import Trajectory, WeightVersion
+
+Episode = tuple[Trajectory, ...]
+"""The segments of one episode: one or more trajectories with the same episode id."""
 
 LENGTH_BUCKETS = (256, 1024, 4096, 16384, 65536)
-"""Upper edges in tokens; the last bucket is open."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedEpisode:
-    """One episode: its segments (they share the episode id and the reward, which is on each one's last token)."""
-
-    prompt: Prompt
-    trajectories: tuple[Trajectory, ...]
-    reward: Reward
-
-    def __post_init__(self) -> None:
-        if len({t.episode_id for t in self.trajectories}) != 1:
-            raise ValueError(f"prompt {self.prompt.id!r}: an episode is one or more trajectories with one episode id")
-
-    @property
-    def id(self) -> str:
-        return self.trajectories[0].episode_id
-
-    @property
-    def oldest_version(self) -> WeightVersion:
-        return min(t.oldest_version for t in self.trajectories)
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(t.token_ids) for t in self.trajectories)
+"""Upper edges in tokens of an episode; one more bucket is open above."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -57,7 +35,8 @@ class TrajectoryBuffer:
     """Consumes episodes of the rollout service, produces the episodes of a step.
 
     Waits for: `reserve`, a free slot (unblocked by `drop` and `release`); `take`, enough finished episodes (unblocked
-    by `put`, and in admission order also by `drop`). `close` unblocks both. For one event loop.
+    by `put`, and in admission order also by `drop`). `close` unblocks both. For one event loop: every change is made
+    between two awaits, so that no lock is needed.
     """
 
     def __init__(self, num_slots: int, *, max_token_lag: int | None = None) -> None:
@@ -65,15 +44,15 @@ class TrajectoryBuffer:
             raise ValueError(f"a buffer has at least one slot, not {num_slots}")
         self._num_slots = num_slots
         self._max_token_lag = max_token_lag
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()
         self._next_admission = 0
         self._running: set[Slot] = set()
-        self._finished: dict[Slot, FinishedEpisode] = {}
-        self._taken: dict[str, Slot] = {}  # by episode id, until the weights trained from it are live
+        self._finished: dict[Slot, Episode] = {}
+        self._taken: set[str] = set()  # episode ids, until the weights trained from them are live
         self._closed = False
         self._cause: BaseException | None = None
         self._drops: Counter[str] = Counter()
-        self._drops_by_length: Counter[int] = Counter()
+        self._stale_by_length: Counter[int] = Counter()
 
     @property
     def num_free_slots(self) -> int:
@@ -89,106 +68,111 @@ class TrajectoryBuffer:
         Raises:
             TimeoutError: no slot became free in time. BufferClosedError: the buffer was closed.
         """
-        async with self._changed:
-            await self._wait(lambda: self.num_free_slots > 0, timeout_s, what="a free slot")
-            slot = Slot(self._next_admission)
-            self._next_admission += 1
-            self._running.add(slot)
-            return slot
+        await self._wait(lambda: self.num_free_slots > 0, timeout_s, what="a free slot")
+        slot = Slot(self._next_admission)
+        self._next_admission += 1
+        self._running.add(slot)
+        return slot
 
-    async def put(self, slot: Slot, episode: FinishedEpisode) -> None:
-        """The slot's episode is finished. Keeps the slot."""
-        async with self._changed:
-            self._finished[self._leave_running(slot)] = episode
-            self._changed.notify_all()
+    def put(self, slot: Slot, episode: Episode) -> None:
+        """The slot's episode is finished. It keeps the slot."""
+        assert len({t.episode_id for t in episode}) == 1, "an episode is one or more trajectories with one episode id"
+        self._leave_running(slot)
+        self._finished[slot] = episode
+        self._notify()
 
-    async def drop(self, slot: Slot, reason: str) -> None:
+    def drop(self, slot: Slot, reason: str) -> None:
         """The slot's episode is broken: count it under `reason` and free the slot. It is no sample."""
-        async with self._changed:
-            self._leave_running(slot)
-            self._drops[reason] += 1
-            self._changed.notify_all()
+        self._leave_running(slot)
+        self._drops[reason] += 1
+        self._notify()
 
     async def take(
-        self, num_episodes: int, *, version: WeightVersion, timeout_s: float, in_order: bool = False
-    ) -> tuple[FinishedEpisode, ...]:
-        """`num_episodes` finished episodes to train version `version` from; they keep their slots until `release`.
+        self, num_episodes: int, *, timeout_s: float, in_order: bool = False, version: WeightVersion | None = None
+    ) -> tuple[Episode, ...]:
+        """`num_episodes` finished episodes, in admission order; they keep their slots until `release`.
 
         The oldest admissions among the finished ones; with `in_order` the oldest admissions of all, waiting for those
-        that still run. Episodes with a token older than `max_token_lag` versions are dropped here, counted by length.
+        that still run. With `max_token_lag`, finished episodes with a token older than that many versions before
+        `version`, the one to be trained from, are dropped first and counted by length.
 
         Raises:
-            ValueError: more episodes than slots. TimeoutError: not enough in time. BufferClosedError: closed.
+            ValueError: more episodes than slots; no `version` though `max_token_lag` is set.
+            TimeoutError: not enough in time. BufferClosedError: the buffer was closed.
         """
         if not 1 <= num_episodes <= self._num_slots:
             raise ValueError(f"a step takes 1 to {self._num_slots} episodes (the slots), not {num_episodes}")
 
         def ready() -> bool:
             self._drop_stale(version)
-            slots = self._in_admission_order(in_order)[:num_episodes]
+            slots = self._oldest(num_episodes, in_order)
             return len(slots) == num_episodes and all(slot in self._finished for slot in slots)
 
-        async with self._changed:
-            await self._wait(ready, timeout_s, what=f"{num_episodes} finished episodes")
-            slots = self._in_admission_order(in_order)[:num_episodes]
-            episodes = tuple(self._finished.pop(slot) for slot in slots)
-            self._taken.update(zip((episode.id for episode in episodes), slots, strict=True))
-            return episodes
+        await self._wait(ready, timeout_s, what=f"{num_episodes} finished episodes")
+        episodes = tuple(self._finished.pop(slot) for slot in self._oldest(num_episodes, in_order))
+        self._taken.update(episode[0].episode_id for episode in episodes)
+        return episodes
 
-    async def release(self, episodes: Iterable[FinishedEpisode]) -> None:
-        """The weights trained from these episodes are live (or a critic-only step used them): free their slots."""
-        async with self._changed:
-            for episode in episodes:
-                assert episode.id in self._taken, f"episode {episode.id} is released but was not taken"
-                del self._taken[episode.id]
-            self._changed.notify_all()
+    def release(self, episodes: Iterable[Sequence[Trajectory]]) -> None:
+        """The weights trained from these episodes are live (or a critic-only step has used them): free their slots."""
+        for episode in episodes:
+            episode_id = episode[0].episode_id
+            assert episode_id in self._taken, f"episode {episode_id} is released but is not in training"
+            self._taken.remove(episode_id)
+        self._notify()
 
-    async def close(self, cause: BaseException | None = None) -> None:
+    def close(self, cause: BaseException | None = None) -> None:
         """Wake all who wait with BufferClosedError (from `cause`). Idempotent; the first cause stands."""
-        async with self._changed:
-            self._cause = self._cause if self._closed else cause
-            self._closed = True
-            self._changed.notify_all()
+        self._cause = self._cause if self._closed else cause
+        self._closed = True
+        self._notify()
 
     def metrics(self) -> dict[str, Metric]:
         """Slots in use now, and drops since the start: in all, by reason, and by length for those that were stale."""
-        state = {"running": self._running, "finished": self._finished, "in_training": self._taken}
-        metrics = {f"buffer/num_{name}": Metric(len(held)) for name, held in state.items()}
-        metrics["buffer/num_dropped"] = Metric(self.num_dropped, reduction=Reduction.SUM)
-        for reason, count in self._drops.items():
-            metrics[f"buffer/num_dropped_{reason}"] = Metric(count, reduction=Reduction.SUM)
+        metrics = {
+            "buffer/num_running": Metric(len(self._running)),
+            "buffer/num_finished": Metric(len(self._finished)),
+            "buffer/num_in_training": Metric(len(self._taken)),
+            "buffer/num_dropped": Metric(self.num_dropped),
+        }
+        for reason, count in sorted(self._drops.items()):
+            metrics[f"buffer/num_dropped_{reason}"] = Metric(count)
         if self._max_token_lag is not None:
             names = [*(f"to_{edge}" for edge in LENGTH_BUCKETS), f"over_{LENGTH_BUCKETS[-1]}"]
             for bucket, name in enumerate(names):
-                count = self._drops_by_length[bucket]
-                metrics[f"buffer/num_stale_{name}_tokens"] = Metric(count, reduction=Reduction.SUM)
+                metrics[f"buffer/num_stale_{name}_tokens"] = Metric(self._stale_by_length[bucket])
         return metrics
 
-    def _in_admission_order(self, in_order: bool) -> list[Slot]:
-        return sorted([*self._finished, *self._running] if in_order else self._finished)
+    def _oldest(self, num_episodes: int, in_order: bool) -> Sequence[Slot]:
+        return sorted([*self._finished, *self._running] if in_order else self._finished)[:num_episodes]
 
-    def _leave_running(self, slot: Slot) -> Slot:
+    def _leave_running(self, slot: Slot) -> None:
         assert slot in self._running, f"slot {slot.admission} holds no running episode: it was put or dropped before"
         self._running.remove(slot)
-        return slot
 
-    def _drop_stale(self, version: WeightVersion) -> None:
+    def _drop_stale(self, version: WeightVersion | None) -> None:
         if self._max_token_lag is None:
             return
+        if version is None:
+            raise ValueError("max_token_lag is set: say which version is to be trained from")
         oldest_allowed = version - self._max_token_lag
-        stale = [slot for slot, episode in self._finished.items() if episode.oldest_version < oldest_allowed]
+        stale = [slot for slot, e in self._finished.items() if min(t.oldest_version for t in e) < oldest_allowed]
         for slot in stale:
-            num_tokens = self._finished.pop(slot).num_tokens
+            num_tokens = sum(len(trajectory.token_ids) for trajectory in self._finished.pop(slot))
             self._drops["stale"] += 1
-            self._drops_by_length[sum(num_tokens > edge for edge in LENGTH_BUCKETS)] += 1
+            self._stale_by_length[sum(num_tokens > edge for edge in LENGTH_BUCKETS)] += 1
         if stale:
-            self._changed.notify_all()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
     async def _wait(self, ready: Callable[[], bool], timeout_s: float, *, what: str) -> None:
-        """Wait with the lock held until `ready`; the lock is free while waiting."""
         try:
             async with asyncio.timeout(timeout_s):
-                await self._changed.wait_for(lambda: self._closed or ready())
+                while not self._closed and not ready():
+                    await self._changed.wait()
         except TimeoutError:
             raise TimeoutError(
                 f"the buffer waited {timeout_s:g} s for {what}: of {self._num_slots} slots {len(self._running)} run, "

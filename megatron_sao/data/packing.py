@@ -2,7 +2,7 @@
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from megatron_sao.metrics import Metric, Reduction
 from megatron_sao.types import BatchPlan
