@@ -78,7 +78,7 @@ def serve(connection: RoleConnection, handler: Handler) -> None:
             command, tensors = request
             try:
                 connection.reply(handler(command, tensors))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001
                 connection.fail(error)
             if isinstance(command, Stop):
                 connection.close()
