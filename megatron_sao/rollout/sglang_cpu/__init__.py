@@ -1,0 +1,44 @@
+"""What PyPI's sglang lacks to start on a CPU. Nothing here is used where CUDA is.
+
+`stand_ins/` goes on the PYTHONPATH of the server's processes, and of no other:
+- `sitecustomize.py`: names of two packages that sglang imports and, on a CPU, never calls: its compiled kernels
+  (not on PyPI for a CPU; without AMX instructions sglang takes its torch paths) and torchvision.
+- `megatron_sao_sglang_cpu*` (an entry point of sglang's own plugin mechanism): `--enable-return-routed-experts`
+  registers a host buffer with CUDA; here there is nothing to register it with.
+"""
+
+import ctypes
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+
+STAND_INS = Path(__file__).parent / "stand_ins"
+
+FLAGS = ("--device", "cpu", "--attention-backend", "torch_native")
+
+
+def is_needed() -> bool:
+    """Whether sglang must run on the CPU: torch is a CPU build, or the CUDA driver finds no device. Imports no torch,
+    which the controller does without.
+    """
+    return metadata.version("torch").endswith("+cpu") or _num_cuda_devices() == 0
+
+
+def environment(cores: str | None, python_path: str | None) -> Mapping[str, str]:
+    """Variables for the server: `cores` as SGLANG_CPU_OMP_THREADS_BIND reads them ("1", or "0|1" for two ranks)."""
+    variables = {
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "PYTHONPATH": ":".join(part for part in (str(STAND_INS), python_path) if part),
+    }
+    return variables if cores is None else variables | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
+
+
+def _num_cuda_devices() -> int:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
+        return 0
+    return count.value
