@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -68,7 +69,7 @@ def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:
 
 def _receive(rank: int, receiver: Connection) -> Any:
     try:
-        ok, value = receiver.recv()
+        ok, value = pickle.loads(receiver.recv_bytes())  # noqa: S301 - from our own child, tensors by value
     except EOFError:
         raise RankError(f"rank {rank} died without an answer") from None
     if not ok:
@@ -87,9 +88,9 @@ def _run(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
         value = function(rank, *args)
-        sender.send((True, value))
-    except BaseException:
-        sender.send((False, traceback.format_exc()))
+        sender.send_bytes(pickle.dumps((True, value)))
+    except BaseException:  # noqa: BLE001 - whatever it is, the test's process must see it
+        sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)  # peers may be inside a collective with us: do not wait for them
     finally:
         sender.close()

@@ -20,7 +20,9 @@ Group = Any
 class Parallel:
     """This rank's place in every mesh. Ranks are ordered tensor first; experts lie over tensor and data ranks.
 
-    With 4 ranks, tensor = 2, expert = 4: tensor groups {0,1} {2,3}, data groups {0,2} {1,3}, one expert group {0,1,2,3}.
+    With 4 ranks, tensor = 2, expert = 4: tensor groups {0,1} {2,3}, data groups {0,2} {1,3}, expert group {0,1,2,3}.
+    So global rank 0 sits in the tensor group of ranks 0..tensor-1 and in the expert group of ranks 0..expert-1: these
+    ranks together hold one whole model.
     """
 
     rank: int
@@ -77,6 +79,7 @@ def initialize(
         distributed_timeout_minutes=math.ceil(timeout_s / 60),
     )
     model_parallel_cuda_manual_seed(seed)
+    _check_order(layout, rank)
     return _read(rank, layout.num_ranks)
 
 
@@ -85,6 +88,14 @@ def shutdown(parallel: Parallel) -> None:
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _check_order(layout: LayoutConfig, rank: int) -> None:
+    if rank == 0:
+        tensor = dist.get_process_group_ranks(parallel_state.get_tensor_model_parallel_group())
+        expert = dist.get_process_group_ranks(parallel_state.get_expert_model_parallel_group())
+        assert tensor == list(range(layout.tensor)), f"tensor group of rank 0: {tensor}"
+        assert expert == list(range(layout.expert)), f"expert group of rank 0: {expert}"
 
 
 def _read(rank: int, world_size: int) -> Parallel:

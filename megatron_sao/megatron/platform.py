@@ -90,7 +90,7 @@ def _stand_in_for_torch_cuda() -> None:
 
 
 def _send_cuda_tensors_to_the_cpu() -> None:
-    """`torch.zeros(1, device="cuda")`, `tensor.cuda()`; the optimizers compare `type()` with `torch.cuda.FloatTensor`."""
+    """`torch.zeros(1, device="cuda")`, `tensor.cuda()`; optimizers compare `type()` with `torch.cuda.FloatTensor`."""
     with _CPU:  # torch lists the functions that obey `with device` at its first use: before they are replaced
         torch.empty(0)
     for name in _FACTORIES:

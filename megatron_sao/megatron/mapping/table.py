@@ -22,21 +22,22 @@ Shape = tuple[int, ...]
 class Layout(Protocol):
     """How HF tensors become one tensor-parallel shard, and back. Pure: no group, no model."""
 
-    sharded: bool  # False: every tensor-parallel rank holds the same
+    @property
+    def dim(self) -> int | None: ...  # the dimension that tensor parallelism cuts; None: every rank holds the same
 
     def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor: ...
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]: ...
+    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]: ...  # new memory
 
 
 class Replicated:
-    sharded = False
+    dim = None
 
     def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
         return parts[0]
 
     def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]:
-        return (shards[0],)
+        return (shards[0].clone(),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,6 @@ class Split:
     """Contiguous chunks of one dimension: 0 = outputs (column parallel), 1 = inputs (row parallel)."""
 
     dim: int
-    sharded = True
 
     def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
         return parts[0].chunk(size, dim=self.dim)[rank]
@@ -56,7 +56,7 @@ class Split:
 class FusedQKV:
     """linear_qkv rows: per key-value head its query heads in order, then its key, then its value; chunks of dim 0."""
 
-    sharded = True
+    dim = 0
 
     def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
         groups = [part.reshape(config.num_kv_heads, -1, part.shape[-1]) for part in parts]
@@ -72,7 +72,7 @@ class FusedQKV:
 class FusedGateUp:
     """linear_fc1 rows of one shard: its chunk of gate_proj, then its chunk of up_proj."""
 
-    sharded = True
+    dim = 0
 
     def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
         return torch.cat([part.chunk(size)[rank] for part in parts])
@@ -112,6 +112,13 @@ class Binding:
     megatron_names: tuple[str, ...]  # alternatives, as the owning rank names it
     layout: Layout
     expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
+
+    def shard_shape(self, size: int) -> Shape:
+        """Shape of the Megatron tensor on each of `size` tensor-parallel ranks: the HF tensors' rows, cut."""
+        shape = [sum(hf_shape[0] for hf_shape in self.hf_shapes), *self.hf_shapes[0][1:]]
+        if self.layout.dim is not None:
+            shape[self.layout.dim] //= size
+        return tuple(shape)
 
     def find(self, names: Mapping[str, Any]) -> str:
         """The alternative that this rank's model has."""

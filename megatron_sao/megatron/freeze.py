@@ -1,0 +1,105 @@
+"""Which parameters are trained: glob patterns over HF names, so that one config means the same under every layer spec.
+
+Call it before DDP wraps the model: frozen parameters then have no gradient buffer and no optimizer state.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import torch
+
+from megatron_sao.megatron.mapping.table import Binding
+from megatron_sao.megatron.mapping.transfer import (
+    HFTensor,
+    MappedModel,
+    bindings_of,
+    hf_tensors,
+    parameter_hf_names,
+)
+from megatron_sao.megatron.parallel import Parallel
+
+_GRADIENT_BYTES = 4
+_ADAM_BYTES = 8  # two float32 moments; parameters that are not float32 have a float32 main copy besides
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FreezeReport:
+    """Counts over the whole model, in HF tensors and in numbers."""
+
+    num_frozen_tensors: int
+    num_trained_tensors: int
+    num_frozen: int  # parameters, as numbers
+    num_trained: int
+    saved_bytes: int  # gradients, Adam moments and main copies that one whole model does without
+
+
+def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> FreezeReport:
+    """Freeze every parameter whose HF name matches a pattern (`*.self_attn.*`), train all others. Same on all ranks.
+
+    Raises:
+        ValueError: a pattern that matches nothing, nothing left to train, or a Megatron tensor (such as the fused
+            query, key and value) of which one HF part is frozen and another trained.
+    """
+    tensors = hf_tensors(model, parallel)
+    frozen = _matching([tensor.name for tensor in tensors], patterns)
+    if len(frozen) == len(tensors):
+        raise ValueError(f"the freeze patterns {list(patterns)} leave nothing to train: freeze less")
+    bindings = bindings_of(model, parallel)
+    _check_whole(bindings, frozen)
+    _apply(model, parallel, frozen)
+    model.frozen_hf_names = frozen
+    return _report(tensors, frozen)
+
+
+def _matching(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
+    matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
+    empty = [pattern for pattern, found in matches.items() if not found]
+    if empty:
+        raise ValueError(
+            f"freeze patterns that match no tensor: {', '.join(map(repr, empty))}; names look like "
+            f"{', '.join(_examples(names))}"
+        )
+    return frozenset(name for found in matches.values() for name in found)
+
+
+def _examples(names: Sequence[str]) -> list[str]:
+    first_layer = [
+        name for name in names if ".layers.0." in name and (".experts." not in name or ".experts.0." in name)
+    ]
+    outside = [name for name in names if ".layers." not in name]
+    return [*outside, *first_layer]
+
+
+def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
+    for binding in bindings:
+        cold = [name for name in binding.hf_names if name in frozen]
+        if cold and len(cold) < len(binding.hf_names):
+            warm = [name for name in binding.hf_names if name not in frozen]
+            raise ValueError(
+                f"Megatron holds {', '.join(binding.hf_names)} in one tensor; the freeze patterns freeze "
+                f"{', '.join(cold)} and train {', '.join(warm)}: give a pattern for all of them or for none"
+            )
+
+
+def _apply(model: MappedModel, parallel: Parallel, frozen: frozenset[str]) -> None:
+    parameters = dict(model.named_parameters())
+    for name, hf_names in parameter_hf_names(model, parallel).items():
+        parameters[name].requires_grad_(hf_names[0] not in frozen)
+
+
+def _report(tensors: Sequence[HFTensor], frozen: frozenset[str]) -> FreezeReport:
+    sizes = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
+    cold = [tensor for tensor in tensors if tensor.name in frozen]
+    num_frozen = sum(sizes[tensor.name] for tensor in cold)
+    return FreezeReport(
+        num_frozen_tensors=len(cold),
+        num_trained_tensors=len(tensors) - len(cold),
+        num_frozen=num_frozen,
+        num_trained=sum(sizes.values()) - num_frozen,
+        saved_bytes=sum(sizes[tensor.name] * _state_bytes(tensor.dtype) for tensor in cold),
+    )
+
+
+def _state_bytes(dtype: torch.dtype) -> int:
+    return _GRADIENT_BYTES + _ADAM_BYTES + (0 if dtype is torch.float32 else 4)
