@@ -193,10 +193,11 @@ class PublishConfig(Part):
 
 
 class EvaluationConfig(Part):
+    """Held-out prompts, run at temperature 1 before the first and after the last step."""
+
     prompts: ImportPath
     prompts_args: dict[str, Any] = {}
     num_prompts: PositiveInt = 256
-    every_steps: NonNegativeInt = 0  # 0: before the first and after the last step only
 
 
 class MetricsConfig(Part):

@@ -11,7 +11,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_sao.channel import Channel
+from megatron_sao.channel import Channel, Tensors
 from megatron_sao.channel.commands import (
     ActorUpdate,
     CriticUpdate,
@@ -51,7 +51,7 @@ class RoleClient:
         """Send the tokens once, packed for this group's layout. Returns packing/waste_fraction and /imbalance."""
         plan = pack(batch.lengths, num_ranks=self.num_data_parallel, max_tokens=self.max_tokens_per_micro_batch)
         command = LoadBatch(batch_id=batch.id, trajectory_ids=batch.trajectory_ids, plan=plan.ranks)
-        tensors = {
+        tensors: Tensors = {
             "offsets": batch.offsets,
             "token_ids": batch.token_ids,
             "is_action": batch.is_action,

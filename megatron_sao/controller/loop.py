@@ -59,7 +59,7 @@ async def critic_only_phase(parts: Parts, config: CriticConfig) -> None:
                 "critic.max_critic_only_steps, or set critic.continue_below_min_explained_variance"
             )
         start_s = time.monotonic()
-        episodes, batch, rollout = await _next_batch(parts, batch_id=step)
+        episodes, batch, rollout = await _next_batch(parts, batch_id=step, version=0)
         metrics = await critic_step(batch, critic=parts.critic, settings=parts.settings)
         parts.buffer.release(episodes)  # no new weights will come from it
         record = merge([rollout, metrics, {"time/step_s": Metric(time.monotonic() - start_s)}])
@@ -76,12 +76,12 @@ async def serial_loop(parts: Parts, *, num_steps: int, first_batch_id: int) -> W
     """
     for version in range(num_steps):
         start_s = time.monotonic()
-        episodes, batch, rollout = await _next_batch(parts, batch_id=first_batch_id + version)
+        episodes, batch, rollout = await _next_batch(parts, batch_id=first_batch_id + version, version=version)
         wait_s = time.monotonic() - start_s
         trained = await sao_step(
             batch, version=version, actor=parts.actor, critic=parts.critic, settings=parts.settings
         )
-        published = await parts.publisher.publish(version + 1)
+        published = (await parts.publisher.publish(version + 1)).metrics
         parts.buffer.release(episodes)
         times = {"time/wait_s": Metric(wait_s), "time/step_s": Metric(time.monotonic() - start_s)}
         lag = {"lag/over_max_fraction": over_max_fraction(batch, version=version, max_lag=parts.max_lag)}
@@ -90,10 +90,12 @@ async def serial_loop(parts: Parts, *, num_steps: int, first_batch_id: int) -> W
 
 
 async def _next_batch(
-    parts: Parts, *, batch_id: int
+    parts: Parts, *, batch_id: int, version: WeightVersion
 ) -> tuple[Sequence[Sequence[Trajectory]], Batch, Mapping[str, Metric]]:
     episodes = await parts.service.watch(
-        parts.buffer.take(parts.episodes_per_step, timeout_s=parts.episode_timeout_s, in_order=parts.in_order)
+        parts.buffer.take(
+            parts.episodes_per_step, timeout_s=parts.episode_timeout_s, in_order=parts.in_order, version=version
+        )
     )
     trajectories = tuple(trajectory for episode in episodes for trajectory in episode)
     batch = Batch.of(batch_id, trajectories)

@@ -55,7 +55,12 @@ class PublishError(RuntimeError):
     def __init__(self, what: str, phase: str, bucket: int | None, reason: str) -> None:
         where = phase if bucket is None else f"{phase}, bucket {bucket}"
         super().__init__(f"{what} failed in phase {where}: {reason}")
-        self.phase, self.bucket = phase, bucket
+        self.what, self.phase, self.bucket, self.reason = what, phase, bucket, reason
+
+    def after(self, earlier: "PublishError | None") -> "PublishError":
+        """The same error, which also says why the attempt before it failed."""
+        reason = self.reason if earlier is None else f"{self.reason}; the attempt before: {earlier}"
+        return PublishError(self.what, self.phase, self.bucket, reason)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,6 +167,7 @@ class Publisher:
     async def _publish(self, version: WeightVersion, *, full: bool, check: Check | None) -> PublishReport:
         start_s = time.monotonic()
         num_attempts, trace = 1, _Trace()
+        first: PublishError | None = None
         while True:
             whole = full or not self._known
             try:
@@ -169,7 +175,8 @@ class Publisher:
                 break
             except PublishError as error:
                 if num_attempts == _NUM_ATTEMPTS:
-                    raise
+                    raise error.after(first) from error.__cause__
+                first = error
                 LOG.warning("%s; one more attempt, with a new group and all tensors", error)
             num_attempts, trace = num_attempts + 1, _Trace()
         trace.add("total", time.monotonic() - start_s)
@@ -193,14 +200,14 @@ class Publisher:
                 with trace.during("connect"):
                     await self._connect()
             pause_s = time.monotonic()
-            with trace.during("pause_call"):
+            with trace.during("pause"):
                 await self._engine.pause(self._settings.pause_mode)
             await self._transfer(version, plan, trace)
             if check is not None:
                 await check()
             with trace.during("resume"):
                 await self._engine.resume()
-            trace.add("pause", time.monotonic() - pause_s)
+            trace.add("paused", time.monotonic() - pause_s)
         except Failure as error:
             what = f"publish of version {version} ({'all tensors' if full else 'trained tensors'})"
             await self._leave()
@@ -344,8 +351,9 @@ async def _quietly(what: str, work: Awaitable[Any]) -> None:
 
 
 def _metrics(trace: _Trace, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
-    phases = ("total", "pause", "gather", "flatten", "send", "load", "resume")
+    phases = ("total", "gather", "flatten", "send", "load", "resume")
     metrics = {f"publish/{phase}_s": Metric(trace.seconds.get(phase, 0.0)) for phase in phases}
+    metrics["publish/pause_s"] = Metric(trace.seconds["paused"])  # from before the pause to after the resume
     metrics["publish/bytes"] = Metric(plan.num_bytes)
     metrics["publish/num_attempts"] = Metric(num_attempts)
     return metrics

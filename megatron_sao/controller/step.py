@@ -63,7 +63,7 @@ async def sao_step(
         "time/critic_s": Metric(critic_s),
         "time/actor_s": Metric(time.monotonic() - start_s - critic_s),
     }
-    return policy_metrics | of_updates(critic_metrics) | times
+    return {**policy_metrics, **of_updates(critic_metrics), **times}
 
 
 async def critic_step(batch: Batch, *, critic: CriticClient, settings: StepSettings) -> Metrics:
