@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import logging
 import os
 import time
 from collections.abc import AsyncIterator
@@ -31,8 +30,9 @@ from megatron_sao.channel import (
     Tensors,
     connect,
 )
+from megatron_sao.megatron.shard import Shard
 from megatron_sao.roles.exchange import BrokenWorld, Exchange
-from megatron_sao.roles.shards import Shard, ShardMap, shard_of
+from megatron_sao.roles.shards import ShardMap, shard_of
 from megatron_sao.roles.worker import Worker
 from tests.ranks import RankError, run_ranks
 
@@ -205,24 +205,13 @@ def test_a_plan_for_another_layout_is_refused() -> None:
         ShardMap(4).split(*batch())
 
 
-def test_a_trajectory_without_an_action_is_refused_before_it_reaches_a_rank() -> None:
-    command, tensors = batch()
-    tensors["is_action"] = np.where(np.arange(len(TOKENS)) < 3, False, IS_ACTION)
-    with pytest.raises(ValueError, match="a trajectory has no action token"):
-        ShardMap(2).split(command, tensors)
-
-
 def test_a_shard_lies_in_the_order_of_its_rows() -> None:
     command, tensors = batch()
     parts = ShardMap(2).split(command, tensors)
     first, second = (shard_of(command, parts[rank], rank) for rank in (0, 1))
     assert first.token_ids.tolist() == [30, 31, 32, 0, 1, 2]
-    assert first.rows == ((0,), (1,))
+    assert first.micro_batches == ((0,), (1,))
     assert second.token_ids.tolist() == [20, 21, 22, 23, 10, 11]
-    assert second.rows == ((0, 1), ())
+    assert second.micro_batches == ((0, 1), ())
     assert second.offsets.tolist() == [0, 4, 6]
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    logging.getLogger("megatron_sao").setLevel(logging.ERROR)
+    assert first.num_action_tokens == second.num_action_tokens == len(ACTION_TOKENS)
