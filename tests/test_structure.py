@@ -134,6 +134,16 @@ def test_the_architecture_page_lists_every_module() -> None:
     assert {name for name in table if not (PACKAGE / name).exists()} == set(), "listed modules that do not exist"
 
 
+def test_the_method_page_names_functions_that_exist() -> None:
+    text = (ROOT / "docs" / "method.md").read_text()
+    names = re.findall(r"`([\w/]+\.py):(\w+)`", text)
+    assert len(names) >= 10
+    for file, name in names:
+        assert re.search(rf"^(async )?(def|class) {name}\b", (PACKAGE / file).read_text(), re.MULTILINE), (
+            f"{file}:{name}"
+        )
+
+
 def test_the_package_stays_small() -> None:
     lines = sum(len(p.read_text().splitlines()) for p in SOURCES if PACKAGE in p.parents)
     assert lines < 10_000, f"the package has {lines} lines"
