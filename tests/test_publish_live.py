@@ -1,0 +1,151 @@
+"""A publish from a real Megatron actor (2 ranks, EP 2) into a live SGLang server, seen through HF transformers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_sao.channel import ActorUpdate, Channel, ChannelServer
+from megatron_sao.config import EngineConfig, PublishConfig
+from megatron_sao.controller.publish import Publisher
+from megatron_sao.rollout.server import SGLangServer
+from megatron_sao.rollout.sglang_client import SGLangEngine
+from megatron_sao.sync.verify import fixed_prompt, logprob_difference
+from tests.live_actor import (
+    EXPERT_LEFT_OUT,
+    GATE_UP_SWAPPED,
+    NUM_RANKS,
+    OTHER,
+    SENDER_FAILS_ONCE,
+    START,
+    run_live_actor,
+)
+from tests.ranks import run_ranks
+from tests.tiny_models import load_hf, make_tiny_model
+from tests.toy_actor import KEY
+
+pytestmark = [pytest.mark.live, pytest.mark.ranks]
+PROMPT = fixed_prompt(320)
+OTHER_PROMPT = tuple((7 * token + 3) % 256 for token in range(40))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return make_tiny_model(folder / "a", seed=1), make_tiny_model(folder / "b", seed=2)
+
+
+@pytest.fixture(scope="module")
+def server(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
+    log = tmp_path_factory.mktemp("server") / "log"
+    config = EngineConfig(max_total_tokens=8192, cpu_cores="1")
+    running = asyncio.run(
+        SGLangServer.start(config, model_path=models[0], dtype="float32", api_key="key", log_path=log)
+    )
+    yield running
+    asyncio.run(running.stop())
+
+
+def hf_logprobs(model: Path, ids: tuple[int, ...]) -> list[float]:
+    tokens = torch.tensor([ids])
+    with torch.no_grad():
+        logprobs = load_hf(model)(tokens).logits[0].float().log_softmax(-1)
+    return [float(x) for x in logprobs[:-1].gather(1, tokens[0, 1:, None])[:, 0]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    publisher: Publisher
+    actor: Channel
+    engine: SGLangEngine
+
+    async def set_weights(self, step: int) -> None:
+        command = ActorUpdate(batch_id=0, version=step - 1)
+        await self.actor.call(command, {"advantages": np.zeros(1, np.float32)}, timeout_s=60)
+
+    async def engine_against(self, logprobs: list[float], ids: tuple[int, ...]) -> float:
+        score = await self.engine.score(ids)
+        assert score.cached_tokens == 0
+        return logprob_difference(score.logprobs, logprobs)
+
+
+@asynccontextmanager
+async def running(models: tuple[Path, Path], server: SGLangServer) -> AsyncIterator[Parts]:
+    """At the end the engine serves checkpoint A again, as version 0, whatever happened to it."""
+    channels = ChannelServer()
+    port = await channels.start("127.0.0.1", KEY)
+    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *models, timeout_s=100))
+    engine = SGLangEngine(server.url, api_key="key", vocab_size=320, max_tokens=512)
+    try:
+        actor = await channels.accept("actor", 60)
+        settings = PublishConfig(bucket_bytes=200_000, timeout_s=30, first_timeout_s=30, logprob_tolerance=1e-4)
+        publisher = Publisher(engine, actor, settings, engine_ranks=1, fixed_prompt=PROMPT)
+        parts = Parts(publisher, actor, engine)
+        try:
+            yield parts
+        finally:
+            await parts.set_weights(START)
+            await publisher.publish(0, full=True)
+            await publisher.close()
+    finally:
+        await engine.close()
+        await channels.close()
+        await asyncio.wait_for(ranks, 60)
+
+
+async def test_a_publish_from_a_real_actor_makes_a_real_engine_serve_exactly_these_weights(
+    models: tuple[Path, Path], server: SGLangServer
+) -> None:
+    of_a, of_b = (hf_logprobs(model, OTHER_PROMPT) for model in models)
+    async with running(models, server) as parts:
+        first = await parts.publisher.first_publish()
+        assert first.metrics["publish/logprob_max_difference"].value < 1e-4
+        assert first.num_bytes == sum(parameter.nbytes for parameter in load_hf(models[0]).parameters())
+        assert await parts.engine_against(of_a, OTHER_PROMPT) < 1e-4
+        await parts.set_weights(OTHER)
+        assert await parts.engine_against(of_b, OTHER_PROMPT) > 0.1  # not before the publish
+        report = await parts.publisher.publish(5)
+        assert report.metrics["publish/logprob_max_difference"].value < 1e-4
+        assert await parts.engine_against(of_b, OTHER_PROMPT) < 1e-4
+        assert await parts.engine.weight_version() == 5
+
+
+@pytest.mark.parametrize("broken", [EXPERT_LEFT_OUT, GATE_UP_SWAPPED])
+async def test_one_wrong_expert_in_the_first_publish_is_named_and_the_engine_stays_paused(
+    models: tuple[Path, Path], server: SGLangServer, broken: int
+) -> None:
+    async with running(models, server) as parts:
+        await parts.set_weights(broken)
+        with pytest.raises(
+            RuntimeError, match=r"other than they were loaded from disk: model\.layers\.1\.mlp\.experts\.w"
+        ):
+            await parts.publisher.first_publish()
+        assert not parts.publisher.engine_is_known
+
+
+@pytest.mark.parametrize("broken", [EXPERT_LEFT_OUT, GATE_UP_SWAPPED])
+async def test_one_wrong_expert_in_a_later_publish_is_seen_by_the_log_probs(
+    models: tuple[Path, Path], server: SGLangServer, broken: int
+) -> None:
+    async with running(models, server) as parts:
+        await parts.set_weights(OTHER)
+        await parts.publisher.publish(1, full=True)
+        await parts.set_weights(broken)
+        with pytest.raises(RuntimeError, match="nats on the fixed prompt"):
+            await parts.publisher.publish(2)
+
+
+async def test_a_sender_that_fails_in_the_middle_is_survived_by_a_real_engine_and_repaired_by_a_full_publish(
+    models: tuple[Path, Path], server: SGLangServer
+) -> None:
+    of_b = hf_logprobs(models[1], OTHER_PROMPT)
+    async with running(models, server) as parts:
+        await parts.set_weights(SENDER_FAILS_ONCE)
+        report = await parts.publisher.publish(3)
+        assert (report.num_attempts, report.full) == (2, True)
+        assert await parts.engine_against(of_b, OTHER_PROMPT) < 1e-4
