@@ -1,11 +1,13 @@
 """Tiny random HF checkpoints: non-square shapes everywhere, every expert different, a byte-level tokenizer."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from safetensors.torch import load_file, save_file
 
 if not torch.cuda.is_available():  # PyPI's torchvision needs CUDA; transformers does without when it is not there
     sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
@@ -59,6 +61,20 @@ def make_tiny_model(
     _randomize(model, seed)
     model.to(dtype).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def make_tiny_critic(path: Path | str, policy: Path | str, *, seed: int = 0) -> Path:
+    """Write what an export of a critic with the policy's backbone and a random value head would be."""
+    directory = Path(path)
+    shutil.copytree(policy, directory)
+    tensors = load_file(directory / "model.safetensors")
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "role": "critic"}))
+    head = torch.randn(1, config["hidden_size"], generator=torch.Generator().manual_seed(seed))
+    save_file({"value_head.weight": head}, directory / "value_head.safetensors")
     return directory
 
 

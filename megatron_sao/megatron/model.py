@@ -169,9 +169,22 @@ def _build(
         parallel_output=True,
     )
     model.hf_config = hf
+    _mark_experts(model, parallel)
     if recompute == "full":
         model.embedding.register_forward_hook(_require_gradient)
     return model.to(platform.device)  # type: ignore[no-any-return]
+
+
+def _mark_experts(model: nn.Module, parallel: Parallel) -> None:
+    """Sum experts' gradients over the ranks that hold the same experts.
+
+    Megatron marks them only when there are several expert ranks. With tensor parallelism and one expert rank it would
+    sum over data-parallel ranks alone, and lose the tokens that the other tensor ranks sent through their copies.
+    """
+    if parallel.expert_data_size != parallel.data_size:
+        for name, parameter in model.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = False  # type: ignore[attr-defined]
 
 
 def _require_gradient(_: nn.Module, __: Any, embeddings: Tensor) -> None:
