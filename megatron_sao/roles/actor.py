@@ -1,0 +1,99 @@
+"""The policy on one rank: DIS updates, log-probs of one sequence, publishing."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_sao.channel import (
+    ActorUpdate,
+    Answer,
+    Command,
+    PublishJoin,
+    PublishLeave,
+    PublishListen,
+    PublishPlanning,
+    PublishSend,
+    Score,
+    Tensors,
+    publish_plan_data,
+)
+from megatron_sao.megatron.checkpoint import load_policy
+from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.model import build_policy
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.step import Trainer, policy_update, score
+from megatron_sao.roles.spec import ActorSpec
+from megatron_sao.roles.trained import TrainedRole
+from megatron_sao.sync.send import Cancelled, WeightSender
+from megatron_sao.sync.source import MegatronSource
+
+
+class Actor:
+    """Executes the actor's commands on this rank."""
+
+    def __init__(
+        self, trained: TrainedRole, sender: WeightSender, cancelled: Cancelled, *, eps_low: float, eps_high: float
+    ) -> None:
+        self._trained, self._sender, self._cancelled = trained, sender, cancelled
+        self._eps_low, self._eps_high = eps_low, eps_high
+
+    def handle(self, command: Command, tensors: Tensors) -> Answer:
+        match command:
+            case ActorUpdate(batch_id=batch_id, version=version):
+                metrics = policy_update(
+                    self._trained.trainer,
+                    self._trained.shard(batch_id),
+                    tensors["advantages"],
+                    eps_low=self._eps_low,
+                    eps_high=self._eps_high,
+                    version=version,
+                )
+                return Answer(metrics=metrics)
+            case Score():
+                return Answer(tensors={"logprobs": score(self._trained.trainer, tensors["token_ids"])})
+            case PublishPlanning() | PublishListen() | PublishJoin() | PublishSend() | PublishLeave():
+                return self._publish(command)
+            case _:
+                return self._trained.handle(command, tensors)
+
+    def _publish(self, command: Command) -> Answer:
+        match command:
+            case PublishPlanning(full=full, bucket_bytes=bucket_bytes):
+                return Answer(data=publish_plan_data(self._sender.plan(full=full, bucket_bytes=bucket_bytes)))
+            case PublishListen():
+                end = self._sender.listen()
+                return Answer(data={"address": end.address, "port": end.port, "backend": end.backend} if end else {})
+            case PublishJoin(group_name=group_name, world_size=world_size, timeout_s=timeout_s):
+                self._sender.join(group_name, world_size, timeout_s, self._cancelled)
+            case PublishSend(bucket=bucket, timeout_s=timeout_s):
+                return self._send(bucket, timeout_s)
+            case PublishLeave():
+                self._sender.leave()
+        return Answer()
+
+    def _send(self, bucket: int, timeout_s: float) -> Answer:
+        report = self._sender.send(bucket, timeout_s, self._cancelled)
+        if report is None:
+            return Answer()
+        seconds = {"gather_s": report.gather_s, "flatten_s": report.flatten_s, "send_s": report.send_s}
+        return Answer(data={"bytes": report.num_bytes, **seconds})
+
+
+def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancelled: Cancelled) -> Actor:
+    """Model, weights, freezing, optimizer, sender.
+
+    Raises:
+        ValueError: what a person wrote does not fit: the model directory, the layout, a freeze pattern.
+    """
+    config, directory = spec.config, Path(spec.model.path)
+    dtype = getattr(torch, spec.model.dtype)
+    model = build_policy(directory, parallel, platform, dtype=dtype, recompute=config.recompute)
+    load_policy(model, directory, parallel)
+    frozen = freeze(model, parallel, config.freeze)
+    trainer = Trainer.of(model, parallel, platform, config.optimizer)
+    trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory)
+    trained.log_description()
+    source = MegatronSource(model, parallel)
+    sender = WeightSender(source, rank=parallel.rank, backend=platform.backend, host=spec.meeting.publish_host)
+    return Actor(trained, sender, cancelled, eps_low=spec.eps_low, eps_high=spec.eps_high)

@@ -1,0 +1,60 @@
+"""The value model on one rank: updates towards returns, values."""
+
+from pathlib import Path
+
+import torch
+
+from megatron_sao.channel import Answer, Command, CriticUpdate, CriticValues, Tensors
+from megatron_sao.config import CriticConfig
+from megatron_sao.megatron.checkpoint import load_critic
+from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.model import build_critic as build_model
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.step import Trainer, value_update, values
+from megatron_sao.roles.spec import CriticSpec
+from megatron_sao.roles.trained import TrainedRole
+
+ROUTER = "*.mlp.gate.*"  # HF name of a router's tensors
+
+
+class Critic:
+    """Executes the critic's commands on this rank."""
+
+    def __init__(self, trained: TrainedRole) -> None:
+        self._trained = trained
+
+    def handle(self, command: Command, tensors: Tensors) -> Answer:
+        trainer = self._trained.trainer
+        match command:
+            case CriticUpdate(batch_id=batch_id):
+                return Answer(metrics=value_update(trainer, self._trained.shard(batch_id), tensors["targets"]))
+            case CriticValues(batch_id=batch_id):
+                return Answer(tensors={"values": values(trainer, self._trained.shard(batch_id))})
+            case _:
+                return self._trained.handle(command, tensors)
+
+
+def freeze_patterns(config: CriticConfig) -> tuple[str, ...]:
+    return config.freeze if config.train_router else (*config.freeze, ROUTER)
+
+
+def source_directory(spec: CriticSpec) -> Path:
+    return Path(spec.model.path if spec.config.init == "policy" else spec.config.init)
+
+
+def build_critic(spec: CriticSpec, parallel: Parallel, platform: Platform) -> Critic:
+    """Model, weights, freezing, optimizer.
+
+    Raises:
+        ValueError: what a person wrote does not fit: the model directory, the layout, a freeze pattern.
+    """
+    config, directory = spec.config, source_directory(spec)
+    dtype = getattr(torch, spec.model.dtype)
+    model = build_model(directory, parallel, platform, dtype=dtype, recompute=config.recompute)
+    load_critic(model, directory, parallel)
+    frozen = freeze(model, parallel, freeze_patterns(config))
+    trainer = Trainer.of(model, parallel, platform, config.optimizer)
+    trained = TrainedRole(trainer, frozen, role="critic", source_directory=directory)
+    trained.log_description()
+    return Critic(trained)

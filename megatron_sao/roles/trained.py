@@ -1,0 +1,89 @@
+"""What actor and critic have in common: batches, export, and saying what they are made of."""
+
+import logging
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import JsonValue
+
+from megatron_sao.channel import Answer, Command, Describe, DropBatch, Export, LoadBatch, Tensors
+from megatron_sao.megatron.checkpoint import export
+from megatron_sao.megatron.freeze import FreezeReport
+from megatron_sao.megatron.shard import Shard
+from megatron_sao.megatron.step import Trainer
+from megatron_sao.roles.shards import shard_of
+from megatron_sao.roles.worker import Role
+
+LOG = logging.getLogger(__name__)
+
+
+class Building:
+    """A role until its model is there. The first command, Describe, builds it: a failure is an ordinary answer."""
+
+    def __init__(self, build: Callable[[], Role]) -> None:
+        self._build = build
+        self._role: Role | None = None
+
+    def handle(self, command: Command, tensors: Tensors) -> Answer:
+        if self._role is None:
+            if not isinstance(command, Describe):
+                raise ValueError(f"{command.name} came before describe, which builds the model")
+            self._role = self._build()
+        return self._role.handle(command, tensors)
+
+
+class TrainedRole:
+    """One rank of a model that is trained on batches."""
+
+    def __init__(
+        self, trainer: Trainer, frozen: FreezeReport, *, role: Literal["policy", "critic"], source_directory: Path
+    ) -> None:
+        self.trainer = trainer
+        self._frozen, self._role, self._source_directory = frozen, role, source_directory
+        self._shards: dict[int, Shard] = {}
+
+    def handle(self, command: Command, tensors: Tensors) -> Answer:
+        match command:
+            case Describe():
+                return Answer(data=self.describe())
+            case LoadBatch():
+                self._shards[command.batch_id] = shard_of(command, tensors, self.trainer.parallel.data_rank)
+            case DropBatch():
+                self._shards.pop(command.batch_id, None)
+            case Export():
+                self._export(Path(command.directory))
+            case _:
+                raise ValueError(f"a {self._role} does not know the command {command.name}")
+        return Answer()
+
+    def shard(self, batch_id: int) -> Shard:
+        return self._shards[batch_id]
+
+    def describe(self) -> dict[str, JsonValue]:
+        """Which code paths are in use, and how large things are. The first lines of a run's log."""
+        parallel, platform = self.trainer.parallel, self.trainer.platform
+        model: Any = self.trainer.model.module
+        sizes = f"tensor {parallel.tensor_size}, expert {parallel.expert_size}, data {parallel.data_size}"
+        te, distributed = platform.transformer_engine, self.trainer.model.ddp_config.use_distributed_optimizer
+        return {
+            "model": model.hf_config.architecture,
+            "role": self._role,
+            "layout": f"{parallel.world_size} ranks: {sizes}",
+            "device": platform.device.type,
+            "backend": platform.backend,
+            "layer_spec": "transformer_engine" if te else "local",
+            "attention": "packed rows (thd)" if te else "dense with a block-diagonal causal mask",
+            "optimizer": "distributed adam" if distributed else "adam",
+            "dispatcher": model.config.moe_token_dispatcher_type if model.config.num_moe_experts else "none (dense)",
+            "dtype": str(model.config.params_dtype).removeprefix("torch."),
+            **asdict(self._frozen),
+        }
+
+    def log_description(self) -> None:
+        LOG.info("%s", ", ".join(f"{key} {value}" for key, value in self.describe().items()))
+
+    def _export(self, directory: Path) -> None:
+        model: Any = self.trainer.model.module
+        export(model, self._source_directory, directory, self.trainer.parallel, role=self._role)
