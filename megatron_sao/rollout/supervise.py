@@ -24,6 +24,7 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
+SHARED_MEMORY = tuple(f"/dev/shm/{family}" for family in ("sglang_loads_", "sgl_shm_", "sem.mp-"))
 POLL_S = 0.25
 GRACE_S = 2.0  # between SIGTERM and SIGKILL; nothing is lost: an engine keeps no state on disk
 
@@ -72,6 +73,7 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)
+    files = _shared_memory()
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -80,6 +82,19 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
         _reap_orphans(child.pid)
         time.sleep(0.01)
     child.wait()
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+def _shared_memory() -> set[Path]:
+    """Shared memory that descendants have mapped, of the kinds that SGLang leaves behind when it is killed."""
+    files = set()
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
+            names = (line.rpartition(" ")[2] for line in maps.splitlines())
+            files |= {Path(name) for name in names if name.startswith(SHARED_MEMORY)}
+    return files
 
 
 def _reap_orphans(child_pid: int) -> None:
