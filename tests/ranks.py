@@ -43,14 +43,16 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout
             for process, (_, sender) in zip(processes, pipes, strict=True):
                 process.start()
                 sender.close()
-            return _collect([receiver for receiver, _ in pipes], timeout_s)
+            results = _collect([receiver for receiver, _ in pipes], timeout_s)
+            for process in processes:
+                process.join(timeout=10)
+            return results
         finally:
             for process in processes:
                 if process.is_alive():
-                    process.join(timeout=2)
-                if process.is_alive():
                     process.kill()
-                process.join()
+                if process.pid is not None:
+                    process.join()
 
 
 def _collect(receivers: list[Connection], timeout_s: float) -> list[Any]:

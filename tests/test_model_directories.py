@@ -1,0 +1,254 @@
+"""What a wrong model directory or layout says: always a ValueError that names the fault, before anything is trained."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron_sao.megatron.model import build_critic, build_policy, read_hf_config
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.platform import Platform
+from tests.megatron_ranks import load_errors
+from tests.ranks import run_ranks
+from tests.tiny_models import make_tiny_critic, make_tiny_model
+
+CPU = Platform(device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False)
+Change = Callable[[Path], None]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    make_tiny_model(root / "policy", seed=1)
+    make_tiny_model(root / "tied", arch="qwen3", tie_word_embeddings=True, seed=1)
+    make_tiny_critic(root / "critic", root / "policy")
+    return root
+
+
+def _with_tensors(edit: Callable[[dict[str, torch.Tensor]], Any]) -> Change:
+    def change(directory: Path) -> None:
+        tensors = load_file(directory / "model.safetensors")
+        edit(tensors)
+        save_file(tensors, directory / "model.safetensors")
+
+    return change
+
+
+def _with_config(**fields: Any) -> Change:
+    def change(directory: Path) -> None:
+        path = directory / "config.json"
+        data = {**json.loads(path.read_text()), **fields}
+        path.write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
+
+    return change
+
+
+def _truncate(directory: Path) -> None:
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def _index_of_absent_files(directory: Path) -> None:
+    index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def _nothing(_: Path) -> None:
+    pass
+
+
+WEIGHT_CASES: dict[str, tuple[str, str, Change, str]] = {
+    # case: (role to load as, model, what is done to its copy, words of the error)
+    "as it is": ("policy", "policy", _nothing, "loaded"),
+    "policy as critic": ("critic", "policy", _nothing, "loaded"),
+    "critic as critic": ("critic", "critic", _nothing, "loaded"),
+    "critic as policy": ("policy", "critic", _nothing, "holds a critic"),
+    "tied with a copy": (
+        "policy",
+        "tied",
+        _with_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()})),
+        "loaded",
+    ),
+    "tied with another head": (
+        "policy",
+        "tied",
+        _with_tensors(lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"] + 1})),
+        "ties the embeddings",
+    ),
+    "truncated": ("policy", "policy", _truncate, "model.safetensors is truncated"),
+    "no weights": ("policy", "policy", lambda d: (d / "model.safetensors").unlink(), "lacks the weight files"),
+    "missing shard": ("policy", "policy", _index_of_absent_files, "lacks the weight files model-00002-of-00002"),
+    "missing expert": (
+        "policy",
+        "policy",
+        _with_tensors(lambda t: t.pop("model.layers.1.mlp.experts.7.up_proj.weight")),
+        "missing: model.layers.1.mlp.experts.7.up_proj.weight;",
+    ),
+    "missing norm in a policy loaded as critic": (
+        "critic",
+        "policy",
+        _with_tensors(lambda t: t.pop("model.norm.weight")),
+        "missing: model.norm.weight;",
+    ),
+    "foreign tensor": (
+        "policy",
+        "policy",
+        _with_tensors(lambda t: t.update({"model.layers.2.input_layernorm.weight": torch.ones(64)})),
+        "does not have: model.layers.2.input_layernorm.weight",
+    ),
+    "transposed expert": (
+        "policy",
+        "policy",
+        _with_tensors(
+            lambda t: t.update(
+                {"model.layers.0.mlp.experts.0.down_proj.weight": torch.ones(40, 64)},
+            )
+        ),
+        "experts.0.down_proj.weight is F32 [40, 64]; config.json says [64, 40]",
+    ),
+    "quantised": (
+        "policy",
+        "policy",
+        _with_tensors(lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)})),
+        "is I8",
+    ),
+    "critic without its head": (
+        "critic",
+        "critic",
+        lambda d: (d / "value_head.safetensors").unlink(),
+        "lacks the weight files value_head.safetensors",
+    ),
+    "critic's weights said to be a policy's": ("policy", "critic", _with_config(role=...), "missing: lm_head.weight"),
+    "policy said to be a critic": (
+        "critic",
+        "policy",
+        _with_config(role="critic"),
+        "lacks the weight files value_head",
+    ),
+    "dropout": ("policy", "policy", _with_config(attention_dropout=0.5), "loaded"),
+}
+
+
+@pytest.fixture(scope="module")
+def loaded(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    root = tmp_path_factory.mktemp("cases")
+    cases = {}
+    for i, (case, (role, model, change, _)) in enumerate(WEIGHT_CASES.items()):
+        directory = root / str(i)
+        shutil.copytree(models / model, directory)
+        change(directory)
+        cases[case] = (role, directory, directory)
+    cases["other model"] = ("policy", models / "policy", models / "tied")
+    return run_ranks(1, load_errors, cases)[0]  # type: ignore[no-any-return]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("case", WEIGHT_CASES)
+def test_weights_are_loaded_or_the_fault_is_named(loaded: dict[str, str], case: str) -> None:
+    assert WEIGHT_CASES[case][3] in loaded[case]
+
+
+@pytest.mark.ranks
+def test_another_models_directory_is_refused_field_by_field(loaded: dict[str, str]) -> None:
+    assert "of another model: architecture = Qwen3ForCausalLM (model: Qwen3MoeForCausalLM)" in loaded["other model"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda d: shutil.rmtree(d), "is no model directory"),
+        (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
+        (lambda d: (d / "config.json").write_text("[]"), "holds a list"),
+        (_with_config(architectures=["LlamaForCausalLM"]), "supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
+        (_with_config(architectures=...), "supported: Qwen3ForCausalLM"),
+        (_with_config(quantization_config={}, partial_rotary_factor=0.5), "partial_rotary_factor, quantization_config"),
+        (_with_config(hidden_size=..., head_dim=...), "missing config fields head_dim, hidden_size"),
+        (_with_config(hidden_size="64"), "hidden_size = '64' must be a positive int"),
+        (_with_config(num_hidden_layers=0), "num_hidden_layers = 0"),
+        (_with_config(attention_bias=True), "attention_bias = True is not implemented"),
+        (_with_config(hidden_act="gelu"), "hidden_act = 'gelu'"),
+        (_with_config(use_sliding_window=True), "use_sliding_window = True"),
+        (_with_config(layer_types=["full_attention", "sliding_attention"]), "only full_attention"),
+        (_with_config(rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e5}), "RoPE scaling"),
+        (_with_config(rope_scaling={"type": "linear", "factor": 2.0}), "RoPE scaling"),
+        (_with_config(rope_parameters=None), "one rope_theta is needed"),
+        (_with_config(rope_theta=1e4), "one rope_theta is needed"),
+        (_with_config(role="teacher"), "role = 'teacher'"),
+    ],
+)
+def test_a_config_that_cannot_be_honoured_is_refused(models: Path, tmp_path: Path, change: Change, words: str) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(models / "policy", directory)
+    change(directory)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        read_hf_config(directory)
+
+
+def test_old_and_new_spellings_of_a_config_are_the_same_model(models: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(models / "policy", directory)
+    _with_config(
+        rope_parameters=..., rope_theta=100000, num_local_experts=..., num_experts=8, dtype=..., torch_dtype="float32"
+    )(directory)
+    assert read_hf_config(directory) == read_hf_config(models / "policy")
+
+
+@pytest.mark.parametrize(
+    ("model", "tensor", "expert", "words"),
+    [
+        ("policy", 3, 1, "tensor = 3 does not divide the attention heads, 4: 1, 2, 4 would"),
+        ("policy", 1, 3, "expert = 3 does not divide the 8 experts: 1, 2, 4, 8 would"),
+        ("tied", 1, 2, "Qwen3ForCausalLM has no experts"),
+        ("odd vocabulary", 2, 1, "tensor = 2 does not divide the vocabulary, 321"),
+        ("odd feed-forward", 2, 1, "tensor = 2 does not divide the feed-forward size, 97"),
+        ("three heads", 2, 1, "neither a divisor nor a multiple of the 3 key-value heads"),
+    ],
+)
+def test_a_layout_that_does_not_divide_the_model_is_refused(
+    models: Path, tmp_path: Path, model: str, tensor: int, expert: int, words: str
+) -> None:
+    changes = {
+        "odd vocabulary": _with_config(vocab_size=321),
+        "odd feed-forward": _with_config(intermediate_size=97),
+        "three heads": _with_config(num_attention_heads=6, num_key_value_heads=3),
+    }
+    directory = tmp_path / "model"
+    shutil.copytree(models / (model if model in ("policy", "tied") else "tied"), directory)
+    changes.get(model, _nothing)(directory)
+    with pytest.raises(ValueError, match=re.escape(words)):
+        build_critic(directory, _place(tensor, expert), CPU, dtype=torch.float32)
+
+
+def test_a_critics_directory_builds_no_policy(models: Path) -> None:
+    with pytest.raises(ValueError, match="holds a critic, not a policy"):
+        build_policy(models / "critic", _place(1, 1), CPU, dtype=torch.float32)
+
+
+def _place(tensor: int, expert: int) -> Parallel:
+    """A place without groups: enough for what is checked before the model is built."""
+    size = max(tensor, expert)
+    return Parallel(
+        rank=0,
+        world_size=size,
+        tensor_rank=0,
+        tensor_size=tensor,
+        tensor_group=None,
+        data_rank=0,
+        data_size=size // tensor,
+        data_group=None,
+        expert_rank=0,
+        expert_size=expert,
+        expert_group=None,
+        expert_data_rank=0,
+        expert_data_size=size // expert,
+        expert_data_group=None,
+        model_group=None,
+        expert_model_group=None,
+        world_group=None,
+    )
