@@ -44,6 +44,9 @@ class ShardMap:
                         f"{len(array_A)} {name} for the {sum(map(len, places))} action tokens of batch "
                         f"{command.batch_id}"
                     )
+                if not np.isfinite(array_A).all():
+                    bad = int((~np.isfinite(array_A)).sum())
+                    raise ValueError(f"{bad} of {len(array_A)} {name} of batch {command.batch_id} are not finite")
                 return [{name: array_A[place]} for place in places]
             case CriticValues():
                 self._held(command.batch_id)

@@ -1,0 +1,124 @@
+"""The ranks of actor and critic as processes of this machine, and the channels to them."""
+
+import asyncio
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.processes import Supervisor
+from megatron_sao.channel import Channel, ChannelServer, Describe, RoleError, Stop
+from megatron_sao.config import Config
+from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
+
+LOG = logging.getLogger(__name__)
+HOST = "127.0.0.1"
+KEY_BYTES = 32
+STOP_S = 10.0  # for a role to end by itself after Stop
+NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Roles:
+    """Channels to the two roles, whose models are built."""
+
+    actor: Channel
+    critic: Channel
+
+
+async def start_roles(
+    config: Config, *, server: ChannelServer, supervisor: Supervisor, private: Path, logs: Path
+) -> Roles:
+    """Start every rank, and return when both models are built.
+
+    Args:
+        server: not started yet; the caller closes it.
+        private: a directory that only this user can enter, for the ranks' rendezvous.
+        logs: directory of the ranks' logs.
+
+    Raises:
+        ValueError: a role refused what a person wrote (model directory, layout, freeze pattern).
+        ChannelError: a role did not come up in time, or failed while it built its model.
+    """
+    key = secrets.token_bytes(KEY_BYTES)
+    port = await server.start(HOST, key)
+    for spec in rank_specs(config, port=port, key=key, private=private):
+        supervisor.start(
+            f"{spec.role} rank {spec.rank}",
+            [sys.executable, "-P", "-m", "megatron_sao.roles.main"],
+            log_path=logs / f"{spec.role}-{spec.rank}.log",
+            stdin=spec_text(spec),
+            environment=rank_environment(os.environ, num_threads=spec.config.num_threads),
+        )
+    start_s = config.engine.start_timeout_s
+    actor, critic = await asyncio.gather(server.accept("actor", start_s), server.accept("critic", start_s))
+    await asyncio.gather(_build(actor, config.actor.command_timeout_s), _build(critic, config.critic.command_timeout_s))
+    return Roles(actor=actor, critic=critic)
+
+
+async def stop_roles(roles: Roles, supervisor: Supervisor) -> None:
+    """Ask both to stop and wait for their processes; whoever does not end is left to `Supervisor.stop`."""
+    await asyncio.gather(*(channel.call(Stop(), timeout_s=STOP_S) for channel in (roles.actor, roles.critic)))
+    if not await supervisor.join(STOP_S):
+        LOG.warning("some ranks did not end within %.0f s of their stop command", STOP_S)
+
+
+def rank_specs(config: Config, *, port: int, key: bytes, private: Path) -> list[RankSpec]:
+    """One for each rank of each role. Each role has a world, and so a rendezvous file, of its own."""
+    pid, seed, algorithm = os.getpid(), config.run.seed, config.algorithm
+
+    def meeting(role: str) -> Meeting:
+        return Meeting(init_method=f"file://{private / role}", host=HOST, port=port, key=key.hex())
+
+    actors = [
+        ActorSpec(
+            rank=rank,
+            parent_pid=pid,
+            meeting=meeting("actor"),
+            model=config.model,
+            seed=seed,
+            config=config.actor,
+            eps_low=algorithm.eps_low,
+            eps_high=algorithm.eps_high,
+        )
+        for rank in range(config.actor.layout.num_ranks)
+    ]
+    critics = [
+        CriticSpec(
+            rank=rank, parent_pid=pid, meeting=meeting("critic"), model=config.model, seed=seed, config=config.critic
+        )
+        for rank in range(config.critic.layout.num_ranks)
+    ]
+    return [*actors, *critics]
+
+
+def spec_text(spec: RankSpec) -> str:
+    return json.dumps(spec.model_dump(mode="json"))
+
+
+def rank_environment(parent: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
+    """`parent` with what must be set before a rank starts, and without another launcher's ranks and proxies."""
+    kept = {k: v for k, v in parent.items() if k not in NOT_INHERITED and not k.lower().endswith("_proxy")}
+    fixed = {
+        "OMP_NUM_THREADS": str(num_threads),
+        "MKL_NUM_THREADS": str(num_threads),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    return kept | fixed
+
+
+async def _build(channel: Channel, timeout_s: float) -> None:
+    try:
+        facts = (await channel.call(Describe(), timeout_s=timeout_s)).data
+    except RoleError as error:
+        if error.kind == "ValueError":
+            raise ValueError(f"{channel.role}: {error.message}") from error
+        raise
+    LOG.info("%s: %s", channel.role, ", ".join(f"{key} {value}" for key, value in facts.items()))
