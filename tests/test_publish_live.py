@@ -1,7 +1,7 @@
 """A publish from a real Megatron actor (2 ranks, EP 2) into a live SGLang server, seen through HF transformers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from megatron_sao.channel import ActorUpdate, Channel, ChannelServer
-from megatron_sao.config import EngineConfig, PublishConfig
+from megatron_sao.config import PublishConfig
 from megatron_sao.controller.publish import Publisher
-from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine
 from megatron_sao.sync.verify import fixed_prompt, logprob_difference
+from tests.conftest import LIVE_MAX_TOKENS, LiveServer
 from tests.live_actor import (
     EXPERT_LEFT_OUT,
     GATE_UP_SWAPPED,
@@ -35,20 +35,10 @@ OTHER_PROMPT = tuple((7 * token + 3) % 256 for token in range(40))
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return make_tiny_model(folder / "a", seed=1), make_tiny_model(folder / "b", seed=2)
-
-
-@pytest.fixture(scope="module")
-def server(models: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[SGLangServer]:
-    log = tmp_path_factory.mktemp("server") / "log"
-    config = EngineConfig(max_total_tokens=8192, cpu_cores="1")
-    running = asyncio.run(
-        SGLangServer.start(config, model_path=models[0], dtype="float32", api_key="key", log_path=log)
-    )
-    yield running
-    asyncio.run(running.stop())
+def other_model(tmp_path_factory: pytest.TempPathFactory, live_server: LiveServer) -> Path:
+    """Checkpoint B: the live server's own is A."""
+    folder = tmp_path_factory.mktemp("other")
+    return make_tiny_model(folder, seed=2, max_position_embeddings=LIVE_MAX_TOKENS)
 
 
 def hf_logprobs(model: Path, ids: tuple[int, ...]) -> list[float]:
@@ -75,12 +65,13 @@ class Parts:
 
 
 @asynccontextmanager
-async def running(models: tuple[Path, Path], server: SGLangServer) -> AsyncIterator[Parts]:
+async def running(live_server: LiveServer, other_model: Path) -> AsyncIterator[Parts]:
     """At the end the engine serves checkpoint A again, as version 0, whatever happened to it."""
     channels = ChannelServer()
     port = await channels.start("127.0.0.1", KEY)
-    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *models, timeout_s=100))
-    engine = SGLangEngine(server.url, api_key="key", vocab_size=320, max_tokens=512)
+    paths = (live_server.model_path, other_model)
+    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, timeout_s=100))
+    engine = SGLangEngine(live_server.url, api_key=live_server.api_key, vocab_size=320, max_tokens=512)
     try:
         actor = await channels.accept("actor", 60)
         settings = PublishConfig(bucket_bytes=200_000, timeout_s=30, first_timeout_s=30, logprob_tolerance=1e-4)
@@ -99,13 +90,13 @@ async def running(models: tuple[Path, Path], server: SGLangServer) -> AsyncItera
 
 
 async def test_a_publish_from_a_real_actor_makes_a_real_engine_serve_exactly_these_weights(
-    models: tuple[Path, Path], server: SGLangServer
+    live_server: LiveServer, other_model: Path
 ) -> None:
-    of_a, of_b = (hf_logprobs(model, OTHER_PROMPT) for model in models)
-    async with running(models, server) as parts:
+    of_a, of_b = (hf_logprobs(model, OTHER_PROMPT) for model in (live_server.model_path, other_model))
+    async with running(live_server, other_model) as parts:
         first = await parts.publisher.first_publish()
         assert first.metrics["publish/logprob_max_difference"].value < 1e-4
-        assert first.num_bytes == sum(parameter.nbytes for parameter in load_hf(models[0]).parameters())
+        assert first.num_bytes == sum(parameter.nbytes for parameter in load_hf(live_server.model_path).parameters())
         assert await parts.engine_against(of_a, OTHER_PROMPT) < 1e-4
         await parts.set_weights(OTHER)
         assert await parts.engine_against(of_b, OTHER_PROMPT) > 0.1  # not before the publish
@@ -117,9 +108,9 @@ async def test_a_publish_from_a_real_actor_makes_a_real_engine_serve_exactly_the
 
 @pytest.mark.parametrize("broken", [EXPERT_LEFT_OUT, GATE_UP_SWAPPED])
 async def test_one_wrong_expert_in_the_first_publish_is_named_and_the_engine_stays_paused(
-    models: tuple[Path, Path], server: SGLangServer, broken: int
+    live_server: LiveServer, other_model: Path, broken: int
 ) -> None:
-    async with running(models, server) as parts:
+    async with running(live_server, other_model) as parts:
         await parts.set_weights(broken)
         with pytest.raises(
             RuntimeError, match=r"other than they were loaded from disk: model\.layers\.1\.mlp\.experts\.w"
@@ -130,9 +121,9 @@ async def test_one_wrong_expert_in_the_first_publish_is_named_and_the_engine_sta
 
 @pytest.mark.parametrize("broken", [EXPERT_LEFT_OUT, GATE_UP_SWAPPED])
 async def test_one_wrong_expert_in_a_later_publish_is_seen_by_the_log_probs(
-    models: tuple[Path, Path], server: SGLangServer, broken: int
+    live_server: LiveServer, other_model: Path, broken: int
 ) -> None:
-    async with running(models, server) as parts:
+    async with running(live_server, other_model) as parts:
         await parts.set_weights(OTHER)
         await parts.publisher.publish(1, full=True)
         await parts.set_weights(broken)
@@ -141,10 +132,10 @@ async def test_one_wrong_expert_in_a_later_publish_is_seen_by_the_log_probs(
 
 
 async def test_a_sender_that_fails_in_the_middle_is_survived_by_a_real_engine_and_repaired_by_a_full_publish(
-    models: tuple[Path, Path], server: SGLangServer
+    live_server: LiveServer, other_model: Path
 ) -> None:
-    of_b = hf_logprobs(models[1], OTHER_PROMPT)
-    async with running(models, server) as parts:
+    of_b = hf_logprobs(other_model, OTHER_PROMPT)
+    async with running(live_server, other_model) as parts:
         await parts.set_weights(SENDER_FAILS_ONCE)
         report = await parts.publisher.publish(3)
         assert (report.num_attempts, report.full) == (2, True)

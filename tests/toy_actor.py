@@ -153,7 +153,7 @@ def _next(connection: RoleConnection | None) -> tuple[Command, Tensors] | None:
         try:
             received = connection.receive(timeout_s=60)
             assert received is not None, "the controller was silent for 60 s"
-            message = pack({k: v for k, v in received[1].items()})
+            message = pack(received[1])
             message = received[0].model_dump_json().encode() + b"\n" + message
         except ControllerGone:
             message = b""

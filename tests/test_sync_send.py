@@ -1,0 +1,113 @@
+"""The sender alone: ranks that disagree, and waits that end."""
+
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from megatron_sao.sync.plan import digest, make_plan
+from megatron_sao.sync.send import WeightSender, compare_digests, open_store
+from tests.ranks import run_ranks
+from tests.toy_actor import ToySource, toy_tensors
+
+pytestmark = pytest.mark.ranks
+
+
+def outcome(function: Any, *args: Any) -> tuple[str, float]:
+    """What it raised, and after how long."""
+    start_s = time.monotonic()
+    try:
+        function(*args)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start_s
+    return "", time.monotonic() - start_s
+
+
+def plans_in_two_orders(rank: int) -> str:
+    plan = make_plan(toy_tensors()[:: 1 - 2 * rank], bucket_bytes=100, full=True)
+    return outcome(lambda: compare_digests(plan.digest, rank=rank, group=None))[0]
+
+
+def test_ranks_that_would_send_different_plans_all_say_so_before_the_first_byte() -> None:
+    digests = [digest(make_plan(toy_tensors()[::way], bucket_bytes=100, full=True).buckets)[:12] for way in (1, -1)]
+    for rank, message in enumerate(run_ranks(2, plans_in_two_orders)):
+        assert f"actor rank {rank}, publish phase plan: the ranks would send different plans" in message
+        assert all(each in message for each in digests)
+
+
+def join_alone(rank: int) -> dict[str, tuple[str, float]]:
+    sender = WeightSender(ToySource(rank, 1), rank=rank, backend="gloo")
+    results = {"no listen": outcome(sender.join, "g0", 2, 5.0)}
+    sender.listen()
+    results["deadline"] = outcome(sender.join, "g1", 2, 1.0)
+    sender.listen()
+    results["cancel"] = outcome(sender.join, "g2", 2, 60.0, lambda: True)
+    sender.plan(full=True, bucket_bytes=100)
+    results["no group"] = outcome(sender.send, 0, 5.0)
+    results["no bucket"] = outcome(sender.send, 99, 5.0)
+    sender.leave()
+    sender.leave()
+    return results
+
+
+def test_a_join_without_engines_ends_by_its_deadline_or_a_cancel_and_says_where() -> None:
+    (results,) = run_ranks(1, join_alone, timeout_s=60)
+    for case, (message, seconds) in results.items():
+        assert message.startswith("actor rank 0, publish phase "), (case, message)
+        assert seconds < 4, (case, seconds)
+    assert "call listen() first" in results["no listen"][0]
+    assert "cancelled by the controller" in results["cancel"][0]
+    assert "bucket 0: no update group" in results["no group"][0]
+    assert "bucket 99 is none of the plan's" in results["no bucket"][0]
+
+
+def broadcast_to_nobody(rank: int) -> dict[str, tuple[str, float]]:
+    """Rank 1 joins as an engine would and then receives nothing."""
+    results: dict[str, tuple[str, float]] = {}
+    for case, timeout_s, cancelled in (("deadline", 1.0, lambda: False), ("cancel", 4.0, lambda: True)):
+        sender = WeightSender(ToySource(0, 1), rank=rank, backend="gloo")
+        if rank == 0:
+            end = sender.listen()
+            assert end is not None
+        ports = [end.port if rank == 0 else None]
+        dist.broadcast_object_list(ports, src=0)
+        if rank == 1:
+            store: Any = dist.TCPStore("127.0.0.1", ports[0], 2, False)
+            for prefix in (case, f"{case}/", "cpu/"):
+                store = dist.PrefixStore(prefix, store)
+            engine = dist.ProcessGroupGloo(store, 1, 2, timedelta(seconds=30))
+            dist.barrier()  # both have joined, as the controller waits for both
+            dist.barrier()
+            del engine
+            continue
+        sender.join(case, 2, 10.0)
+        dist.barrier()
+        sender._plan = make_plan(toy_tensors(), bucket_bytes=100, full=True)
+        results[case] = outcome(sender.send, 1, timeout_s, cancelled)
+        results[f"again after {case}"] = outcome(sender.send, 1, timeout_s, cancelled)
+        start_s = time.monotonic()
+        sender.leave()
+        results[f"leave after {case}"] = "", time.monotonic() - start_s
+        dist.barrier()
+    return results
+
+
+def test_a_broadcast_that_no_engine_takes_ends_by_its_deadline_or_a_cancel_and_leaving_does_not_wait() -> None:
+    results = run_ranks(2, broadcast_to_nobody, timeout_s=60)[0]
+    for case in ("deadline", "cancel"):
+        message, seconds = results[case]
+        assert message.startswith("actor rank 0, publish phase send: bucket 1 of 30 bytes: "), message
+        assert seconds < 3
+        assert "the last broadcast failed" in results[f"again after {case}"][0]
+        assert results[f"leave after {case}"][1] < 0.5
+    assert "cancelled by the controller" in results["cancel"][0]
+
+
+def test_the_store_listens_on_its_host_alone() -> None:
+    store = open_store("127.0.0.1")
+    with open("/proc/net/tcp") as table:
+        listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
+    addresses = [address for address in listening if address.endswith(f":{store.port:04X}")]
+    assert addresses == [f"0100007F:{store.port:04X}"]
