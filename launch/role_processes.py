@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.placement import Placement
 from launch.processes import Supervisor
 from megatron_sao.channel import Channel, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
@@ -31,7 +32,7 @@ class Roles:
 
 
 async def start_roles(
-    config: Config, *, server: ChannelServer, supervisor: Supervisor, private: Path, logs: Path
+    config: Config, *, server: ChannelServer, supervisor: Supervisor, placement: Placement, private: Path, logs: Path
 ) -> Roles:
     """Start every rank, and return when both models are built.
 
@@ -52,7 +53,8 @@ async def start_roles(
             [sys.executable, "-P", "-m", "megatron_sao.roles.main"],
             log_path=logs / f"{spec.role}-{spec.rank}.log",
             stdin=spec_text(spec),
-            environment=rank_environment(os.environ, num_threads=spec.config.num_threads),
+            environment=rank_environment(os.environ, num_threads=spec.config.num_threads)
+            | placement.environment(spec.role, spec.rank),
         )
     start_s = config.engine.start_timeout_s
     actor, critic = await asyncio.gather(server.accept("actor", start_s), server.accept("critic", start_s))

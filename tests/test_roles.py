@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from launch.placement import Placement
 from launch.processes import ProcessDied, Supervisor
 from launch.role_processes import Roles, rank_environment, rank_specs, spec_text, start_roles, stop_roles
 from megatron_sao.channel import (
@@ -73,7 +74,9 @@ async def roles(config: Config, tmp_path: Path) -> AsyncIterator[tuple[Roles, Su
     private = tmp_path / "private"
     private.mkdir()
     try:
-        started = await start_roles(config, server=server, supervisor=supervisor, private=private, logs=tmp_path)
+        started = await start_roles(
+            config, server=server, supervisor=supervisor, placement=Placement(), private=private, logs=tmp_path
+        )
         yield started, supervisor
     finally:
         await server.close()
@@ -186,9 +189,7 @@ async def test_the_death_of_one_rank_is_seen_by_the_call_and_named_by_the_superv
 
 async def test_what_a_role_refuses_is_a_value_error_with_its_words(tmp_path: Path) -> None:
     config = config_of(make_tiny_model(tmp_path / "model", seed=1), actor={"freeze": ["*.attention.*"]})
-    with pytest.raises(
-        ValueError, match=r"actor: all ranks: ValueError: freeze patterns that match no"
-    ):
+    with pytest.raises(ValueError, match=r"actor: all ranks: ValueError: freeze patterns that match no"):
         async with roles(config, tmp_path):
             pass
 

@@ -1,0 +1,140 @@
+"""The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal."""
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from launch.local import check, run_locally
+from launch.run_directory import LOG_DIRECTORY, run_directory
+from megatron_sao.config import Config, load
+from megatron_sao.controller.report import Summary, summary_table
+
+LOG = logging.getLogger(__name__)
+CONTROLLER_LOG = "controller.log"
+_EPILOG = """\
+examples:
+  sao train configs/quickstart.toml
+  sao train configs/quickstart.toml run.directory=runs/lag0 rollout.max_lag=0 actor.optimizer.learning_rate=1e-4
+
+A value is TOML; a bare word is a string. A previous run in run.directory is moved to run.directory.<n>.
+"""
+
+
+class Interrupted(Exception):
+    """A signal ended the run."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(f"stopped by {number.name}")
+        self.number = number
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    try:
+        config = load(options.config, options.overrides)
+        check(config)
+        with run_directory(config) as directory:
+            _log_to(directory / LOG_DIRECTORY / CONTROLLER_LOG)
+            return _train(config, directory)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except Interrupted as error:
+        return _fail(f"{error}; every process of the run has ended", 128 + error.number)
+
+
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="sao",
+        description="Single-rollout asynchronous optimization of language models on Megatron-core and SGLang.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    train = commands.add_parser("train", help="train by a TOML file, all processes on this machine")
+    train.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
+    train.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
+    return parser.parse_args(arguments)
+
+
+def _train(config: Config, directory: Path) -> int:
+    """Run to the end; the error of a run in one paragraph, its traceback in the controller's log."""
+    try:
+        summary = asyncio.run(_until_a_signal(config, directory))
+    except Interrupted as error:
+        LOG.info("%s", error)
+        raise
+    except ValueError:
+        LOG.debug("the run ends", exc_info=True)
+        raise
+    except Exception as error:  # noqa: BLE001  (the outermost border: what a person sees of a failed run)
+        LOG.debug("the run ends", exc_info=True)
+        log = directory / LOG_DIRECTORY / CONTROLLER_LOG
+        return _fail(f"{type(error).__name__}: {error}\nEverything is stopped. More is in {log}", 1)
+    Console().print(summary_table(summary))
+    return 0
+
+
+async def _until_a_signal(config: Config, directory: Path) -> Summary:
+    """The run, cancelled by the first SIGINT or SIGTERM. Later ones change nothing: stopping is bounded anyway."""
+    loop = asyncio.get_running_loop()
+    running = asyncio.ensure_future(run_locally(config, directory))
+    received: list[signal.Signals] = []
+
+    def stop(number: signal.Signals) -> None:
+        if not received:
+            received.append(number)
+            sys.stderr.write(f"\n{number.name}: stopping everything\n")
+            running.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop, number)
+    try:
+        return await running
+    except asyncio.CancelledError:
+        if received:
+            raise Interrupted(received[0]) from None
+        raise
+
+
+class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
+    """Whatever stderr is at the moment: a live progress display puts itself in its place."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> object:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: object) -> None:
+        raise AssertionError("stderr is what it is")
+
+
+def _log_to(path: Path) -> None:
+    """Everything into the controller's log; to a person at a terminal the progress display and warnings."""
+    to_file = logging.FileHandler(path, encoding="utf-8")
+    to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    to_stderr = _StandardError()
+    to_stderr.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    to_stderr.setLevel(logging.WARNING if sys.stderr.isatty() else logging.INFO)
+    for name in ("megatron_sao", "launch"):
+        logger = logging.getLogger(name)
+        logger.handlers = [to_file, to_stderr]
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+
+
+def _fail(message: str, status: int) -> int:
+    sys.stderr.write(f"sao: error: {message}\n")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
