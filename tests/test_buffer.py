@@ -1,4 +1,4 @@
-"""Slots bound what is in flight: reserved before an episode starts, freed when its weights are live or it is dropped."""
+"""Slots bound what is in flight: reserved before an episode, freed when its weights are live or it is dropped."""
 
 import asyncio
 import uuid

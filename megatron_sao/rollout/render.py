@@ -44,6 +44,8 @@ class Renderer:
         if not append_only:
             self._refuse_rewritten_turns(new_role)
         self._end_ids = self._text_ids(self._after_answer(()), ())
+        self._prompt_texts: dict[tuple[str, ...], str] = {}  # by the messages' roles: contents are only marks there
+        self._observation_texts: dict[tuple[str, ...], str] = {}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -53,8 +55,11 @@ class Renderer:
 
     def prompt_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """The whole conversation and the opening of the assistant's turn."""
-        text = self._render([(m.role, _MARK.format(index=i)) for i, m in enumerate(messages)], open_turn=True)
-        return self._text_ids(text, [m.content for m in messages])
+        roles = tuple(m.role for m in messages)
+        if roles not in self._prompt_texts:
+            marked = [(role, _MARK.format(index=i)) for i, role in enumerate(roles)]
+            self._prompt_texts[roles] = self._render(marked, open_turn=True)
+        return self._text_ids(self._prompt_texts[roles], [m.content for m in messages])
 
     def observation_ids(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """What stands between a matched stop token and the assistant's next turn, with `messages` in it.
@@ -62,8 +67,10 @@ class Renderer:
         The template's closing of the assistant's turn is left out up to its end-of-turn token, which the model has
         sampled itself.
         """
-        text = self._after_answer(messages)
-        ids = self._text_ids(text, [m.content for m in messages])
+        roles = tuple(m.role for m in messages)
+        if roles not in self._observation_texts:
+            self._observation_texts[roles] = self._after_answer(roles)
+        ids = self._text_ids(self._observation_texts[roles], [m.content for m in messages])
         return ids[1:] if self._opens_with_control(ids) else ids
 
     def plain_ids(self, text: str) -> tuple[int, ...]:
@@ -100,11 +107,11 @@ class Renderer:
         messages = [{"role": role, "content": content} for role, content in turns]
         return str(self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn))
 
-    def _after_answer(self, messages: Sequence[Message]) -> str:
-        """The template's text after an assistant's content, with the new messages' contents as marks."""
-        answer = _MARK.format(index=len(messages))
-        new = [(m.role, _MARK.format(index=i)) for i, m in enumerate(messages)]
-        text = self._render([("user", "2 + 2"), ("assistant", answer), *new], open_turn=bool(messages))
+    def _after_answer(self, roles: Sequence[str]) -> str:
+        """The template's text after an assistant's content, with marks for the contents of messages of `roles`."""
+        answer = _MARK.format(index=len(roles))
+        new = [(role, _MARK.format(index=i)) for i, role in enumerate(roles)]
+        text = self._render([("user", "2 + 2"), ("assistant", answer), *new], open_turn=bool(roles))
         return text.partition(answer)[2]
 
     def _opens_with_control(self, ids: Sequence[int]) -> bool:

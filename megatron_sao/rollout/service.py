@@ -128,8 +128,8 @@ class RolloutService:
         metrics = self._buffer.metrics()
         metrics["rollout/num_finished"] = Metric(self._num_finished)
         metrics["rollout/num_broken"] = Metric(self._num_failures.total())
-        for kind, count in sorted(self._num_failures.items()):
-            metrics[f"rollout/num_broken_{kind}"] = Metric(count)
+        for kind in KINDS.values():
+            metrics[f"rollout/num_broken_{kind}"] = Metric(self._num_failures[kind])
         for key, total in sorted(self._sums.items()):
             metrics[f"reward/{key}"] = mean(total, self._counts[key])
         self._sums = dict.fromkeys(self._sums, 0.0)  # the keys stay, so that a record's keys do
