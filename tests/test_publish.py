@@ -82,11 +82,11 @@ async def running(
     server = ChannelServer()
     port = await server.start("127.0.0.1", KEY)
     ranks = asyncio.create_task(
-        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, raise_at, transpose_at, timeout_s=60)
+        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, raise_at, transpose_at, timeout_s=150)
     )
     try:
         async with FakeEngine(version=version, weights=toy_values(0), faults=faults) as fake:
-            actor = ScoringActor(await server.accept("actor", 45), fake)
+            actor = ScoringActor(await server.accept("actor", 90), fake)
             times = Timeouts(request_s=20, control_s=5)
             engine = SGLangEngine(fake.url, api_key=None, vocab_size=320, max_tokens=512, timeouts=times)
             config = PublishConfig(**({"bucket_bytes": 150, "timeout_s": 3.0, "first_timeout_s": 10.0} | settings))
@@ -259,3 +259,18 @@ async def test_an_engine_without_checksums_and_sessions_is_verified_by_log_probs
         assert "reset_tensors" not in [body["action"] for path, body in parts.fake.calls if path == "/weights_checker"]
         assert "publish/logprob_max_difference" in report.metrics
         assert parts.served_is(0)
+
+
+async def test_an_engine_that_dies_while_it_loads_wakes_the_sender_and_leaves_the_actor_at_work() -> None:
+    slow = {"timeout_s": 60.0, "first_timeout_s": 60.0}
+    async with running(faults=Faults(hang_load=frozenset({1})), settings=slow) as parts:
+        publish = asyncio.create_task(parts.publisher.publish(1))
+        async with asyncio.timeout(20):
+            while parts.paths().count("/update_weights_from_distributed") < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        start_s = time.monotonic()
+        await parts.fake.stop()
+        with pytest.raises(PublishError, match=r"the attempt before: .*phase load, bucket 1: "):
+            await publish
+        assert time.monotonic() - start_s < 25
+        await parts.actor.train(0)

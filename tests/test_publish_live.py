@@ -70,10 +70,10 @@ async def running(live_server: LiveServer, other_model: Path) -> AsyncIterator[P
     channels = ChannelServer()
     port = await channels.start("127.0.0.1", KEY)
     paths = (live_server.model_path, other_model)
-    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, timeout_s=100))
+    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, timeout_s=180))
     engine = SGLangEngine(live_server.url, api_key=live_server.api_key, vocab_size=320, max_tokens=512)
     try:
-        actor = await channels.accept("actor", 60)
+        actor = await channels.accept("actor", 90)
         settings = PublishConfig(bucket_bytes=200_000, timeout_s=30, first_timeout_s=30, logprob_tolerance=1e-4)
         publisher = Publisher(engine, actor, settings, engine_ranks=1, fixed_prompt=PROMPT)
         parts = Parts(publisher, actor, engine)

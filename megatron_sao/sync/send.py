@@ -56,7 +56,7 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SendReport:
-    """What one bucket took on rank 0."""
+    """What one bucket took on rank 0. On a GPU, copies that are still under way count for the phase that waits."""
 
     num_bytes: int
     gather_s: float
@@ -66,6 +66,9 @@ class SendReport:
 
 class WeightSender:
     """One per rank. Every rank calls every method in the same order; only rank 0 has anything to do with engines.
+
+    `cancelled` is polled while rank 0 waits for engines: a role gives `RoleConnection.interrupted`, so that any command
+    which follows during a join or a send (PublishLeave) ends it.
 
     Errors name the rank, the phase and the bucket. `leave` works from any state and brings back the first one.
     """
@@ -194,7 +197,8 @@ class WeightSender:
             raise self._error("send", f"bucket {bucket}: its gather used up the deadline")
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
-        options.timeout = timedelta(seconds=timeout_s)
+        # Our own deadline comes first on NCCL, whose watchdog would end this process at its own.
+        options.timeout = timedelta(seconds=timeout_s if self._backend == "gloo" else 2 * timeout_s + 60)
         try:
             self._pending = self._group.broadcast([flat], options)
             _wait_until(self._pending.is_completed, timeout_s, cancelled)
