@@ -20,13 +20,19 @@ def read_generation(engine: str, request: GenerateRequest, answer: Any) -> Gener
         raise EngineError(engine, CALL, None, f"request {request.rid}: {_reason(error)}") from error
 
 
-def read_score(engine: str, input_ids: Sequence[int], answer: Any) -> PromptScore:
-    """The answer to a request with `logprob_start_len` 0: its first entry has no log-prob."""
+def read_score(engine: str, input_ids: Sequence[int], answer: Any, *, vocab_size: int) -> PromptScore:
+    """The answer to a request with `logprob_start_len` 0: its first entry has no log-prob.
+
+    SGLang writes the last id of the vocabulary as 0 here (it takes larger ones for image padding); the log-prob is
+    right.
+    """
     try:
         meta = answer["meta_info"]
         _raise_if_aborted(meta)
         entries = meta["input_token_logprobs"]
-        _check_ids([entry[1] for entry in entries], input_ids, "scored")
+        last = vocab_size - 1
+        written = [0 if token == last else token for token in input_ids]
+        _check_ids([0 if entry[1] == last else entry[1] for entry in entries], written, "scored")
         logprobs = tuple(_logprob(entry[0]) for entry in entries[1:])
         return PromptScore(
             logprobs=logprobs, cached_tokens=int(meta["cached_tokens"]), version=int(meta["weight_version"])

@@ -62,7 +62,7 @@ class SGLangEngine:
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._paused = False
-        self._waiting: set[str] = set()  # sent during a pause: SGLang ignores an abort of these (and remembers it)
+        self._waiting: set[str] = set()  # sent during a pause
         self._abort_after_resume: set[str] = set()
 
     @property
@@ -86,13 +86,12 @@ class SGLangEngine:
         }
         if self._paused:
             self._waiting.add(request.rid)
-        finished = False
         try:
             answer = await self._post("/generate", body, timeout_s=self._timeouts.request_s)
-            finished = True
+        except BaseException:  # a cancellation or a deadline above all: nobody will read what it goes on to sample
+            self._abort_soon(request.rid)
+            raise
         finally:
-            if not finished:
-                self._abort_soon(request.rid)
             self._waiting.discard(request.rid)
         return read_generation(self.name, request, answer)
 
@@ -108,9 +107,12 @@ class SGLangEngine:
             "stream": False,
         }
         answer = await self._post("/generate", body, timeout_s=self._timeouts.request_s)
-        return read_score(self.name, input_ids, answer)
+        return read_score(self.name, input_ids, answer, vocab_size=self._vocab_size)
 
     async def abort(self, rid: str) -> None:
+        """An abort of a request that waits in a pause is sent after the resume: SGLang would ignore it, mark the
+        request as aborted, and then ignore every other abort of it.
+        """
         if rid in self._waiting:
             self._abort_after_resume.add(rid)
         else:
@@ -221,6 +223,9 @@ class SGLangEngine:
 
     def _abort_soon(self, rid: str) -> None:
         """Abort from a task of its own: whoever cancelled the request is not kept waiting."""
+        if rid in self._waiting:
+            self._abort_after_resume.add(rid)
+            return
         task = asyncio.create_task(self._quiet_abort(rid), name=f"abort {rid}")
         self._background.add(task)
         task.add_done_callback(self._background.discard)
