@@ -20,6 +20,7 @@ from tests.training_bodies import (
     scored,
     three_bfloat16_updates,
     three_value_updates,
+    values_of_altered_tokens,
     warming_updates,
 )
 from tests.training_case import (
@@ -182,6 +183,19 @@ def test_scores_of_a_sequence_equal_transformers(case: Case, directory: str) -> 
     want = torch.log_softmax(logits, -1)[:-1].gather(-1, tokens[1:, None]).squeeze(-1)
     for result in results:
         np.testing.assert_allclose(result, want.numpy(), rtol=0, atol=1e-4)
+
+
+def test_a_value_is_read_before_its_own_token(directory: str) -> None:
+    """The last action token is in no state that is read; the one before it is in one."""
+    (found,) = run_ranks(1, with_trainer, directory, Case(), "critic", values_of_altered_tokens, {})
+    plain, other_last, other_before = found
+    np.testing.assert_allclose(other_last, plain, rtol=0, atol=1e-5)  # experts see other groups of tokens: rounding
+    batch = make_batch()
+    num_actions = np.add.reduceat(batch.is_action.astype(int), batch.offsets[:-1])
+    last_action = np.zeros(len(plain), dtype=bool)
+    last_action[np.cumsum(num_actions) - 1] = True
+    assert (np.abs(other_before - plain)[last_action] > 1e-3).all()
+    np.testing.assert_allclose(other_before[~last_action], plain[~last_action], rtol=0, atol=1e-5)
 
 
 def test_inputs_that_do_not_fit_are_refused(directory: str) -> None:

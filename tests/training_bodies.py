@@ -1,5 +1,6 @@
 """What single tests of `test_training` run on each rank. Apart from it, so that ranks start without transformers."""
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,17 @@ def decayed_update(trainer: Trainer, shard: Shard) -> tuple[Any, Any]:
     before = whole_model(trainer)
     value_update(trainer, shard, values(trainer, shard))  # targets are the values: no gradient, so only decay moves
     return before, whole_model(trainer)
+
+
+def values_of_altered_tokens(trainer: Trainer, shard: Shard) -> tuple[Any, ...]:
+    """Values of the shard as it is, with another last token in each trajectory, and with another last but one."""
+    last = shard.offsets[1:] - 1
+    results = []
+    for places in ([], last, last - 1):
+        tokens = shard.token_ids.copy()
+        tokens[places] = (tokens[places] + 1) % VOCAB_SIZE
+        results.append(values(trainer, dataclasses.replace(shard, token_ids=tokens)))
+    return tuple(results)
 
 
 def scored(trainer: Trainer, shard: Shard) -> NDArray[np.float32]:
