@@ -6,6 +6,7 @@ whoever calls one is told.
 """
 
 import sys
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -42,7 +43,7 @@ class AbsentPackages(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         names = Absent(module.__name__)
-        module.__getattr__ = names.__getattr__  # type: ignore[method-assign]
+        module.__getattr__ = partial(getattr, names)  # type: ignore[method-assign]
         module.__dict__["__version__"] = VERSIONS[module.__name__.partition(".")[0]]
 
 
