@@ -19,6 +19,7 @@ from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
 LOG = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 KEY_BYTES = 32
+RANK_COMMAND = (sys.executable, "-P", "-m", "megatron_sao.roles.main")
 STOP_S = 10.0  # for a role to end by itself after Stop
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,7 +51,7 @@ async def start_roles(
     for spec in rank_specs(config, port=port, key=key, private=private):
         supervisor.start(
             f"{spec.role} rank {spec.rank}",
-            [sys.executable, "-P", "-m", "megatron_sao.roles.main"],
+            RANK_COMMAND,
             log_path=logs / f"{spec.role}-{spec.rank}.log",
             stdin=spec_text(spec),
             environment=rank_environment(os.environ, num_threads=spec.config.num_threads)
@@ -112,6 +113,7 @@ def rank_environment(parent: Mapping[str, str], *, num_threads: int) -> dict[str
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
+        "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # the end of a log is for what failed
     }
     return kept | fixed
 

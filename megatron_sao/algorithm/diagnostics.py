@@ -16,6 +16,9 @@ from megatron_sao.metrics import Metric, Reduction, mean
 MAX_LOG_RATIO = 60.0
 """log r is held within +-60 in the statistics of the unmasked ratio, so that r^2 stays finite in float64."""
 
+CLOSE, EQUAL = 1e-3, 1e-5
+"""|log r| of a lag-0 token, nats: what float32 on both sides keeps to, and what its median keeps to."""
+
 POLICY_SUMS = (
     "tokens",
     "loss",
@@ -24,6 +27,8 @@ POLICY_SUMS = (
     "rejected_nonfinite",
     "fresh_tokens",  # of lag 0, with a finite ratio
     "mismatch",
+    "fresh_close",  # of them, with |log r| <= CLOSE
+    "fresh_equal",  # of them, with |log r| <= EQUAL
     "finite_tokens",
     "drift",
     "trusted_tokens",
@@ -63,6 +68,8 @@ def policy_sums(found: Trust, loss: Tensor, *, entropy_A: Tensor, lag_A: Tensor)
         "rejected_nonfinite": _count(found.nonfinite_A),
         "fresh_tokens": _count(fresh),
         "mismatch": torch.where(fresh, divergence, 0.0).sum(),
+        "fresh_close": _count(fresh & (log_ratio.abs() <= CLOSE)),
+        "fresh_equal": _count(fresh & (log_ratio.abs() <= EQUAL)),
         "finite_tokens": _count(finite),
         "drift": divergence.sum(),
         "trusted_tokens": _count(found.trusted_A),
@@ -86,6 +93,8 @@ def finish_policy(merged: Mapping[str, float]) -> dict[str, Metric]:
         "policy/rejected_high_fraction": mean(merged["rejected_high"], tokens),
         "policy/rejected_nonfinite_fraction": mean(merged["rejected_nonfinite"], tokens),
         "policy/mismatch_kl": mean(merged["mismatch"], merged["fresh_tokens"]),
+        "policy/mismatch_within_1e-3_fraction": mean(merged["fresh_close"], merged["fresh_tokens"]),
+        "policy/mismatch_within_1e-5_fraction": mean(merged["fresh_equal"], merged["fresh_tokens"]),
         "policy/drift_kl": mean(merged["drift"], merged["finite_tokens"]),
         "policy/ess": _effective_sample_size(merged["weight"], merged["weight_squared"], tokens),
         "policy/ess_unmasked": _effective_sample_size(merged["ratio"], merged["ratio_squared"], tokens),
