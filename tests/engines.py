@@ -23,7 +23,7 @@ from tests.conftest import LiveServer
 from tests.fake_engine import FakeEngine
 
 PROMPT = (72, 69, 76, 100, 120, 33, 44, 55)
-TIMEOUT_S = 20.0
+TIMEOUT_S = 120.0
 
 
 @dataclass(kw_only=True)

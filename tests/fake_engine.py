@@ -61,20 +61,21 @@ class FakeEngine:
         token_delay_s: float = 0.0,
         answer: Answer | None = None,
         weights: Mapping[str, Tensor] | None = None,
+        group_timeout_s: float = 30.0,
         faults: Faults | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,  # a scripted virtual clock, where a test has one
     ) -> None:
         self.version, self.api_key, self.vocab_size = version, api_key, vocab_size
         self.context_length, self.eos_token_id, self.token_delay_s = context_length, eos_token_id, token_delay_s
         self.answer, self.faults, self.sleep = answer, faults or Faults(), sleep
-        self.weights = FakeWeights(weights or {})
+        self.weights = FakeWeights(weights or {}, group_timeout_s)
         self.weight_version = "0"
         self.paused: str | None = None
         self.session_open = False
         self.died: str | None = None  # why this server is gone, as a real one would be
         self.url = ""
         self.calls: list[tuple[str, Any]] = []  # every (path, body), in order of arrival
-        self.aborted: list[str] = []  # request ids that ended early, hang-ups included
+        self.aborted: list[str] = []  # request ids that ended early
         self._requests: dict[str, _Request] = {}
         self._cache: list[list[int]] = []
         self._changed = asyncio.Condition()
@@ -119,7 +120,8 @@ class FakeEngine:
             app.router.add_post("/end_weight_update", self._end)
         app.router.add_get("/model_info", self._model_info)
         app.router.add_get("/health", self._health)
-        self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0, access_log=None)
+        # As in SGLang, a client that hangs up is not noticed at once: its request runs on until it is aborted.
+        self._runner = web.AppRunner(app, handler_cancellation=False, shutdown_timeout=0.5, access_log=None)
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", port)
         await site.start()
@@ -168,9 +170,6 @@ class FakeEngine:
             request.started = True
             cached = 0 if body["logprob_start_len"] == 0 else self._cached(ids)
             finish = await self._sample(request, params)
-        except asyncio.CancelledError:  # the client hung up
-            self.aborted.append(request.rid)
-            raise
         finally:
             del self._requests[request.rid]
             async with self._changed:

@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-GROUP_TIMEOUT = datetime.timedelta(seconds=30)
-
 Outcome = tuple[bool, str]
 
 
@@ -19,7 +17,8 @@ class FakeWeights:
     """Tensors under HF names. Names that it does not know are dropped silently, as SGLang does; if it knows none, all
     are kept."""
 
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], group_timeout_s: float) -> None:
+        self._timeout = datetime.timedelta(seconds=group_timeout_s)
         self.served = {name: tensor.clone() for name, tensor in weights.items()}
         self.received: dict[str, Tensor] = {}
         self._groups: dict[str, dist.ProcessGroupGloo] = {}
@@ -31,7 +30,7 @@ class FakeWeights:
         if body["group_name"] in self._groups:
             return False, f"group {body['group_name']} exists already"
         try:
-            self._groups[body["group_name"]] = await asyncio.to_thread(_join, body)
+            self._groups[body["group_name"]] = await asyncio.to_thread(_join, body, self._timeout)
         except (RuntimeError, ValueError) as error:
             return False, f"Failed to initialize the group: {error}"
         return True, "Succeeded to initialize custom process group."
@@ -69,17 +68,17 @@ def _bytes(tensor: Tensor) -> bytes:
     return tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def _join(body: Mapping[str, Any]) -> dist.ProcessGroupGloo:
+def _join(body: Mapping[str, Any], timeout: datetime.timedelta) -> dist.ProcessGroupGloo:
     """SGLang calls torch's `_new_process_group_helper`; that registers the group by name in this process, where a
     test's sender may live too. So the same nest of stores is built by hand.
     """
     name = body["group_name"]
     store: Any = dist.TCPStore(  # type: ignore[attr-defined]
-        body["master_address"], body["master_port"], body["world_size"], is_master=False, timeout=GROUP_TIMEOUT
+        body["master_address"], body["master_port"], body["world_size"], is_master=False, timeout=timeout
     )
     for prefix in (name, f"{name}/", "cpu/"):
         store = dist.PrefixStore(prefix, store)
-    return dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], GROUP_TIMEOUT)
+    return dist.ProcessGroupGloo(store, body["rank_offset"], body["world_size"], timeout)
 
 
 def _receive(group: dist.ProcessGroupGloo, body: Mapping[str, Any]) -> dict[str, Tensor]:

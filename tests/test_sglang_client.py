@@ -13,7 +13,7 @@ from megatron_sao.rollout.engine import EngineError, GenerateRequest
 from megatron_sao.rollout.sglang_answer import expand_spans
 from megatron_sao.rollout.sglang_client import SAMPLING, SGLangEngine, Timeouts
 from megatron_sao.types import Bucket
-from tests.engines import PROMPT, Sender, fake_subject
+from tests.engines import PROMPT, Sender, eventually, fake_subject
 from tests.fake_engine import FakeEngine
 
 Edit = Callable[[dict[str, Any]], None]
@@ -27,6 +27,10 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+async def _nothing_runs(fake: FakeEngine | None) -> bool:
+    return fake is not None and not fake.running
 
 
 def _meta(key: str, edit: Callable[[Any], Any]) -> Edit:
@@ -124,7 +128,7 @@ async def test_a_silent_engine_meets_a_deadline_and_the_request_is_aborted() -> 
             await engine.generate(request)
         await engine.close()
         assert {"rid": request.rid, "abort_all": False} in [body for path, body in subject.fake.calls]
-        assert subject.fake.running == []
+        assert await eventually(lambda: _nothing_runs(subject.fake), timeout_s=1.0)
         subject.fake.faults.hang_generate = True
         with pytest.raises(EngineError, match="no answer within"):
             await engine.generate(_request())
@@ -201,7 +205,7 @@ async def test_a_load_that_fails_or_hangs_is_an_error_within_its_deadline() -> N
 
 
 async def test_a_group_that_the_trainer_never_opens_is_an_error_within_its_deadline() -> None:
-    async with fake_subject() as subject:
+    async with fake_subject(group_timeout_s=1.0) as subject:
         with pytest.raises(EngineError, match="no answer within") as failed:
             await subject.engine.join_group(
                 address="127.0.0.1",
