@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -38,6 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     try:
         config = load(options.config, options.overrides)
+        sys.path.insert(0, os.getcwd())  # import paths of the configuration may name a user's own module
         check(config)
         with run_directory(config) as directory:
             _log_to(directory / LOG_DIRECTORY / CONTROLLER_LOG)

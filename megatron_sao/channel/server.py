@@ -96,7 +96,7 @@ class TcpChannel:
                 frame = await read_frame(self._reader, self._limits)
                 future = self._waiting.get(decode_reply_header(frame).id)
                 if future is None or future.done():
-                    LOG.warning("%s answered after the deadline; the answer is thrown away", self._role)
+                    LOG.warning("%s answered a call that was given up (deadline or cancel): thrown away", self._role)
                 else:
                     future.set_result(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
