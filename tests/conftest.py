@@ -3,7 +3,6 @@
 import asyncio
 import os
 import secrets
-import sys
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,10 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import torch
-
-if not torch.cuda.is_available():  # PyPI's torchvision does not load beside a CPU build of torch: do without it
-    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
 
 from megatron_sao.config import EngineConfig
 from megatron_sao.rollout.server import SGLangServer

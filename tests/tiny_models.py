@@ -2,16 +2,11 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-
-if not torch.cuda.is_available():  # PyPI's torchvision needs CUDA; transformers does without when it is not there
-    sys.modules.setdefault("torchvision", None)  # type: ignore[arg-type]
-
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     PreTrainedTokenizerFast,

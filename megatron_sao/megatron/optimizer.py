@@ -56,12 +56,6 @@ def wrap(model: nn.Module, config: OptimizerConfig) -> DistributedDataParallel:
     """
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError("every parameter is frozen: nothing is left to train; narrow the freeze patterns")
-    for name, parameter in model.named_parameters():
-        if part_of(name) == "experts":
-            # Sum over the ranks with the same experts, which are data *and* tensor ranks when there are fewer expert
-            # ranks than those. With one expert rank Megatron would reduce over data ranks only, and each tensor rank
-            # would keep the gradient of its own tokens.
-            parameter.allreduce = False  # type: ignore[attr-defined]
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=config.distributed
     )

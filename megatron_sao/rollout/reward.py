@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import math
 from collections.abc import Awaitable, Callable
+from numbers import Real
 from typing import Any
 
 from megatron_sao.types import Prompt, Reward, Trajectory
@@ -73,5 +74,5 @@ def _check(answer: object, reward: RewardFunction, prompt: Prompt, reward_range:
     if not low <= answer.value <= high:
         raise RewardError(reward, prompt, f"the value {answer.value!r} is outside reward_range [{low:g}, {high:g}]")
     for key, value in answer.metrics.items():
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
             raise RewardError(reward, prompt, f"the metric {key!r} is {value!r}, not a finite number")

@@ -188,10 +188,7 @@ async def _answers(url: str, api_key: str) -> bool:
     headers = {"Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=False) as session:
         try:
-            for path in ("/health", "/model_info"):
-                async with session.get(url + path) as response:
-                    if response.status != HTTPStatus.OK:
-                        return False
+            responses = [await session.get(url + path) for path in ("/health", "/model_info")]
         except (aiohttp.ClientError, TimeoutError):
             return False
-    return True
+        return all(response.status == HTTPStatus.OK for response in responses)

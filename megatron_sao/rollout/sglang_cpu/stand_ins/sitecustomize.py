@@ -1,8 +1,8 @@
 """Read by every Python process of a CPU server, before anything else: two packages whose names import and do nothing.
 
-`sgl_kernel`: sglang's CPU kernels, which are not on PyPI. `torchvision`: for image models; its PyPI wheel does not load
-beside a CPU build of torch, and no image model is served here. Any submodule and any name can be imported from both;
-whoever calls one is told.
+`sgl_kernel`: sglang's CPU kernels, which are not on PyPI. `torchvision`: for image models, of which none is served;
+its PyPI wheel does not load beside a CPU build of torch, so it is not installed. Any submodule and any name can be
+imported from both; whoever calls one is told.
 """
 
 import sys
