@@ -188,7 +188,11 @@ async def _answers(url: str, api_key: str) -> bool:
     headers = {"Authorization": f"Bearer {api_key}"}
     async with aiohttp.ClientSession(timeout=timeout, headers=headers, trust_env=False) as session:
         try:
-            responses = [await session.get(url + path) for path in ("/health", "/model_info")]
+            return await _is_ok(session, url + "/health") and await _is_ok(session, url + "/model_info")
         except (aiohttp.ClientError, TimeoutError):
             return False
-        return all(response.status == HTTPStatus.OK for response in responses)
+
+
+async def _is_ok(session: aiohttp.ClientSession, url: str) -> bool:
+    async with session.get(url) as response:
+        return response.status == HTTPStatus.OK
