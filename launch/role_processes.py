@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launch.placement import Placement
 from launch.processes import Supervisor
-from megatron_sao.channel import Channel, ChannelServer, Describe, RoleError, Stop
+from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
 from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
 
@@ -65,7 +65,10 @@ async def start_roles(
 
 async def stop_roles(roles: Roles, supervisor: Supervisor) -> None:
     """Ask both to stop and wait for their processes; whoever does not end is left to `Supervisor.stop`."""
-    await asyncio.gather(*(channel.call(Stop(), timeout_s=STOP_S) for channel in (roles.actor, roles.critic)))
+    try:
+        await asyncio.gather(*(channel.call(Stop(), timeout_s=STOP_S) for channel in (roles.actor, roles.critic)))
+    except ChannelError as error:  # the run's results are complete by now
+        LOG.warning("%s", error)
     if not await supervisor.join(STOP_S):
         LOG.warning("some ranks did not end within %.0f s of their stop command", STOP_S)
 
