@@ -65,7 +65,7 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What a publish did. `metrics` has publish/{total,pause,gather,flatten,send,load,resume}_s, /bytes and more."""
+    """What a publish did. `metrics` has publish/{total,pause,gather,flatten,send,load,resume,verify}_s, /bytes and more."""
 
     version: WeightVersion
     full: bool
