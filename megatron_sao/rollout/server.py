@@ -1,7 +1,9 @@
 """Starts, watches and stops one SGLang server: `python -m sglang.launch_server`, unmodified, on a GPU or a CPU.
 
-The server binds loopback unless the config says otherwise. Its key travels in a file that only this user can read and
-that is gone once the server is up: it is neither in argv, which every user of the machine sees, nor in the log.
+The server binds loopback unless the config says otherwise. (The store through which torch joins the server's own ranks
+listens on every interface at a random port; torch gives SGLang no choice.) Its key travels in a file that only this
+user can read and that is gone once the server is up: it is neither in argv, which every user of the machine sees, nor
+in the log.
 """
 
 import asyncio
