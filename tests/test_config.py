@@ -2,9 +2,11 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pydantic import BaseModel
 
 from megatron_sao import config
 
@@ -87,6 +89,22 @@ def test_missing_keys_and_files_are_named(minimal: Path, tmp_path: Path) -> None
     minimal.write_text("[run")
     with pytest.raises(ValueError, match="is not TOML"):
         config.load(minimal)
+
+
+def test_the_reference_page_lists_every_key() -> None:
+    text = (ROOT / "docs" / "config.md").read_text()
+    missing = [key for key in keys(config.Config, "") if f"| `{key}` |" not in text]
+    assert not missing, f"docs/config.md does not list {missing}"
+
+
+def keys(part: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in part.model_fields.items():
+        types = [field.annotation, *getattr(field.annotation, "__args__", ())]
+        nested = [t for t in types if isinstance(t, type) and issubclass(t, BaseModel)]
+        if nested:
+            yield from keys(nested[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
 
 
 def test_config_imports_without_torch() -> None:
