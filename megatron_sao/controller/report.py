@@ -81,7 +81,7 @@ class Reporter:
         for sink in self._sinks:
             sink.write(step, record)
         self._records.append(record)
-        text = "  ".join(f"{key.split('/')[1]} {_show(record.get(key))}" for key in _SHOWN)
+        text = "  ".join(f"{label} {_show(record.get(key))}" for label, key in _SHOWN.items())
         self._progress.update(self._task, completed=step + 1, text=text)
         step_s = statistics.median(_values(self._records, "time/step_s"))
         left_s = step_s * (self._num_steps - step - 1)
@@ -128,13 +128,13 @@ class Reporter:
             sink.close()
 
 
-_SHOWN = (
-    "rollout/reward_mean",
-    "critic/explained_variance_before",
-    "lag/mean",
-    "policy/grad_norm",
-    "time/step_s",
-)
+_SHOWN = {
+    "reward": "rollout/reward_mean",
+    "explained variance": "critic/explained_variance_before",
+    "lag": "lag/mean",
+    "grad norm": "policy/grad_norm",
+    "step s": "time/step_s",
+}
 
 
 def summary_table(summary: Summary) -> Table:
