@@ -87,6 +87,10 @@ def _all_gone(processes: list[psutil.Process], timeout_s: float) -> bool:
     return True
 
 
+def _supervisors(log: Path) -> list[psutil.Process]:
+    return [process for process in psutil.Process().children() if str(log) in process.cmdline()]
+
+
 def _runs(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
@@ -180,17 +184,18 @@ async def test_a_server_that_never_answers_is_stopped_at_the_deadline(
     with pytest.raises(RuntimeError, match="did not answer before its deadline.*\n.*loading"):
         await _start(model, start_timeout_s=1.5)
     assert time.monotonic() - started < 12
-    assert not [p for p in psutil.Process().children(recursive=True) if "supervise" in " ".join(p.cmdline())]
+    assert not _supervisors(model.parent / "log")
 
 
 async def test_a_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     _use(monkeypatch, "import time; time.sleep(600)")
     task = asyncio.create_task(_start(model))
     await asyncio.sleep(1.0)
+    assert _supervisors(model.parent / "log")
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert not [p for p in psutil.Process().children(recursive=True) if "supervise" in " ".join(p.cmdline())]
+    assert not _supervisors(model.parent / "log")
 
 
 async def test_a_free_port_that_was_lost_is_replaced_by_another(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
@@ -286,17 +291,17 @@ async def test_a_live_server_keeps_its_key_binds_loopback_and_is_healthy_in_a_pa
 
 @pytest.mark.live
 def test_nothing_of_a_live_server_survives_a_killed_parent(live_server: LiveServer, tmp_path: Path) -> None:
-    """Processes and shared memory."""
-    before = set(os.listdir("/dev/shm"))
+    """Neither processes nor shared memory."""
     code = PARENT.format(script="", model=str(live_server.model_path), key=KEY, log=str(tmp_path / "log"))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
     processes = _tree(parent.pid)[1:]
     assert len(processes) >= 4
-    mapped = {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("sglang_loads_")}
+    maps = " ".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    files = [path for path in Path("/dev/shm").iterdir() if f" {path.stat().st_ino} " in maps]
+    assert any(path.name.startswith("sglang_loads_") for path in files)
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert _all_gone(processes, 10)
-    assert mapped
-    assert not mapped & set(os.listdir("/dev/shm"))
+    assert not [path for path in files if path.exists()]

@@ -24,7 +24,8 @@ import psutil
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
-SHARED_MEMORY = tuple(f"/dev/shm/{family}" for family in ("sglang_loads_", "sgl_shm_", "sem.mp-"))
+SHARED_MEMORY = Path("/dev/shm")
+LEFT_BEHIND = ("sglang_loads_", "sgl_shm_", "sem.mp-")
 POLL_S = 0.25
 GRACE_S = 2.0  # between SIGTERM and SIGKILL; nothing is lost: an engine keeps no state on disk
 
@@ -69,11 +70,11 @@ def _wait(child: "subprocess.Popen[bytes]", parent: int) -> None:
 
 
 def _end(child: "subprocess.Popen[bytes]") -> None:
+    files = _shared_memory()
     if child.poll() is None:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(GRACE_S)
-    files = _shared_memory()
     while descendants := psutil.Process().children(recursive=True):
         for process in descendants:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -86,15 +87,21 @@ def _end(child: "subprocess.Popen[bytes]") -> None:
         file.unlink(missing_ok=True)
 
 
-def _shared_memory() -> set[Path]:
-    """Shared memory that descendants have mapped, of the kinds that SGLang leaves behind when it is killed."""
-    files = set()
+def _shared_memory() -> list[Path]:
+    """Shared memory that descendants have mapped, of the kinds that SGLang leaves behind when it is killed. Found by
+    inode: a semaphore is mapped under a name that it no longer has.
+    """
+    inodes = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(OSError):
             maps = Path(f"/proc/{process.pid}/maps").read_text(encoding="utf-8", errors="replace")
-            names = (line.rpartition(" ")[2] for line in maps.splitlines())
-            files |= {Path(name) for name in names if name.startswith(SHARED_MEMORY)}
-    return files
+            inodes |= {line.split()[4] for line in maps.splitlines() if str(SHARED_MEMORY) in line}
+    found = []
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            if path.name.startswith(LEFT_BEHIND) and str(path.stat().st_ino) in inodes:
+                found.append(path)
+    return found
 
 
 def _reap_orphans(child_pid: int) -> None:
