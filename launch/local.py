@@ -26,7 +26,7 @@ from launch.tasks import both, unless
 from megatron_sao.channel import ChannelServer, RoleDied, RoleError
 from megatron_sao.config import Config, EngineConfig
 from megatron_sao.controller.report import Summary
-from megatron_sao.controller.run import train, vocab_size
+from megatron_sao.controller.run import load_work, train, vocab_size
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 
@@ -98,7 +98,7 @@ async def _run(config: Config, directory: Path, processes: Processes, placement:
         starting_engine = stack.enter_async_context(_engine(config, placement, processes, logs))
         starting = both(starting_roles, starting_engine, grace_s=grace_s)
         roles, engine = await unless(processes.watch(), starting, grace_s=grace_s)
-        training = train(config, actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
+        training = train(config, load_work(config), actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
         summary = await unless(processes.watch(), training, grace_s=grace_s)
         await stop_roles(roles, processes.ranks)
         return summary

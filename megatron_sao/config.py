@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:name`."""
@@ -26,9 +27,9 @@ class Part(BaseModel):
 class RunConfig(Part):
     directory: str  # everything that a run writes lies below it
     num_steps: PositiveInt  # actor updates
-    seed: NonNegativeInt = 0
+    seed: NonNegativeInt = 0  # of the order of prompts and of the ranks
     deterministic: bool = False  # batches in admission order, not in order of completion
-    shutdown_timeout_s: PositiveFloat = 15.0
+    shutdown_timeout_s: PositiveFloat = 15.0  # for all processes to end
 
 
 class ModelConfig(Part):
@@ -39,9 +40,9 @@ class ModelConfig(Part):
 class LayoutConfig(Part):
     """Ranks of one Megatron group. data parallel = num_ranks / tensor. expert divides num_ranks."""
 
-    num_ranks: PositiveInt = 1
-    tensor: PositiveInt = 1
-    expert: PositiveInt = 1
+    num_ranks: PositiveInt = 1  # processes, one device each
+    tensor: PositiveInt = 1  # tensor-parallel size; sequence parallel above 1
+    expert: PositiveInt = 1  # expert-parallel size
 
     @model_validator(mode="after")
     def tensor_and_expert_parallel_sizes_divide_the_ranks(self) -> "LayoutConfig":
@@ -59,9 +60,9 @@ class OptimizerConfig(Part):
     """Adam, method.md section 3. The rate rises linearly over `warmup_updates` of this optimizer, then is constant."""
 
     learning_rate: NonNegativeFloat
-    clip_norm: PositiveFloat
-    warmup_updates: NonNegativeInt = 10
-    betas: tuple[float, float] = Field(default=(0.9, 0.98), strict=False)
+    clip_norm: PositiveFloat  # of the gradient over all trained parameters
+    warmup_updates: NonNegativeInt = 10  # of this optimizer; then the rate is constant
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.98), strict=False)
     eps: PositiveFloat = 1e-8
     weight_decay: NonNegativeFloat = 0.1  # none on norms, biases and the value head
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over data-parallel ranks
@@ -74,11 +75,11 @@ class RoleConfig(Part):
     optimizer: OptimizerConfig
     freeze: tuple[str, ...] = Field(default=(), strict=False)  # glob patterns over HF names; each must match
     max_tokens_per_micro_batch: PositiveInt = 8192  # the packing budget; the longest trajectory must fit
-    recompute: Literal["none", "full"] = "none"
+    recompute: Literal["none", "full"] = "none"  # activations of every layer are computed again in the backward
     num_threads: PositiveInt = 1  # per rank, on a CPU
     command_timeout_s: PositiveFloat = 1800.0  # the longest single command (an update, the values, a load)
-    hidden_dropout: float = 0.0
-    attention_dropout: float = 0.0
+    hidden_dropout: float = 0.0  # nothing else is accepted
+    attention_dropout: float = 0.0  # nothing else is accepted
 
     @model_validator(mode="after")
     def dropout_is_zero_in_training(self) -> "RoleConfig":
@@ -98,13 +99,13 @@ class CriticConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0)
     init: str = "policy"  # "policy", or the directory of an exported critic
     freeze: tuple[str, ...] = Field(default=("*.self_attn.*",), strict=False)
-    train_router: bool = True
+    train_router: bool = True  # false: frozen like attention
     num_updates: PositiveInt = 2  # K, per actor update, on the same batch
-    values: Literal["after_updates", "before_updates"] = "after_updates"
-    critic_only_steps: NonNegativeInt = 10
-    min_explained_variance: float | None = None
-    max_critic_only_steps: NonNegativeInt = 50
-    continue_below_min_explained_variance: bool = False
+    values: Literal["after_updates", "before_updates"] = "after_updates"  # which critic the advantages use
+    critic_only_steps: NonNegativeInt = 10  # before actor step 0, at least
+    min_explained_variance: float | None = None  # the critic-only phase goes on until it is exceeded
+    max_critic_only_steps: NonNegativeInt = 50  # then an error
+    continue_below_min_explained_variance: bool = False  # no error then
 
     @model_validator(mode="after")
     def the_critic_only_phase_can_end(self) -> "CriticConfig":
@@ -122,9 +123,11 @@ class AlgorithmConfig(Part):
     eps_low: Annotated[float, Field(gt=0, lt=1)]
     eps_high: PositiveFloat
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
-    alpha: PositiveFloat = 1.5  # lambda_policy = 1 - 1/(alpha * number of action tokens)
+    alpha: Annotated[float, Field(gt=1, allow_inf_nan=False)] = (
+        1.5  # lambda_policy = 1 - 1/(alpha * number of action tokens)
+    )
     lambda_critic: Annotated[float, Field(ge=0, le=1)] = 1.0
-    whiten_advantages: bool = False
+    whiten_advantages: bool = False  # mean 0, deviation 1 over the step's action tokens
     advantage: Literal["gae", "zero"] = "gae"  # "zero" is a control: everything runs, nothing is learned
 
 
@@ -139,10 +142,10 @@ class RolloutConfig(Part):
     max_lag: NonNegativeInt = 1  # slots = (max_lag + 1) * trajectories_per_step
     max_token_lag: NonNegativeInt | None = None  # drops a trajectory whose oldest token is older
     max_episode_tokens: PositiveInt  # prompt, actions and observations of one trajectory
-    max_turn_tokens: PositiveInt
-    max_turns: PositiveInt = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
+    max_turn_tokens: PositiveInt  # sampled in one turn
+    max_turns: PositiveInt = 1  # after the last one the episode is scored as it is
+    temperature: float = 1.0  # nothing else is accepted
+    top_p: float = 1.0  # nothing else is accepted
     episode_timeout_s: PositiveFloat = 3600.0
     reward_timeout_s: PositiveFloat = 60.0
     max_consecutive_failures: PositiveInt = 16  # broken episodes in a row before the run gives up
@@ -154,6 +157,13 @@ class RolloutConfig(Part):
                 f"temperature = {self.temperature}, top_p = {self.top_p}: both must be 1, since the logged log-prob "
                 "must be that of the sampling distribution"
             )
+        return self
+
+    @model_validator(mode="after")
+    def rewards_have_a_range(self) -> "RolloutConfig":
+        low, high = self.reward_range
+        if not low < high:
+            raise ValueError(f"reward_range = [{low}, {high}] holds no two rewards: give [lowest, highest]")
         return self
 
     @model_validator(mode="after")
@@ -185,11 +195,10 @@ class EngineConfig(Part):
 
 class PublishConfig(Part):
     bucket_bytes: PositiveInt = 512 * 1024 * 1024
-    timeout_s: PositiveFloat = 300.0  # of each phase: connect, gather, send, load, resume
-    first_timeout_s: PositiveFloat = 900.0  # the first connect, where NCCL compiles
-    pause_mode: Literal["retract"] = "retract"
+    timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
+    first_timeout_s: PositiveFloat = 900.0  # of the first connect and of a group's first bucket, where NCCL compiles
     verify_first: bool = True  # checksum, reset, publish version 0, compare
-    logprob_tolerance: PositiveFloat = 1e-2  # engine against actor on the fixed prompt, after each publish
+    logprob_tolerance: PositiveFloat | None = None  # nats, engine against actor after each publish; None: by the dtype
 
 
 class EvaluationConfig(Part):
@@ -197,7 +206,7 @@ class EvaluationConfig(Part):
 
     prompts: ImportPath
     prompts_args: dict[str, Any] = {}
-    num_prompts: PositiveInt = 256
+    num_prompts: Annotated[int, Field(ge=2)] = 256  # an interval needs two
 
 
 class MetricsConfig(Part):

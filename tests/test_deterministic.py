@@ -15,7 +15,7 @@ from launch.processes import Supervisor
 from launch.role_processes import start_roles, stop_roles
 from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, parse
-from megatron_sao.controller.run import train
+from megatron_sao.controller.run import load_work, train
 from megatron_sao.rollout.episode import SingleTurnEpisode
 from megatron_sao.types import Message, Prompt, Reward, Trajectory
 from tests.scripted_engine import ScriptedEngine
@@ -99,7 +99,8 @@ async def run(model: Path, directory: Path) -> tuple[list[dict[str, Any]], dict[
         roles = await start_roles(
             config, server=server, supervisor=supervisor, placement=Placement(), private=private, logs=directory
         )
-        await train(config, actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
+        work = load_work(config)
+        await train(config, work, actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
         await stop_roles(roles, supervisor)
     records = [json.loads(line) for line in (directory / "metrics.jsonl").open()]
     return records, json.loads((directory / "summary.json").read_text())

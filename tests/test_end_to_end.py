@@ -90,6 +90,15 @@ async def test_at_lag_zero_every_ratio_is_one(tmp_path: Path) -> None:
     check_files(tmp_path / "run", summary, records, model)
 
 
+METRICS = """step weight_version rollout/reward_mean rollout/num_trajectories rollout/action_tokens policy/loss
+policy/rejected_low_fraction policy/rejected_high_fraction policy/mismatch_kl policy/drift_kl policy/ess
+policy/grad_norm policy/num_updates critic/loss critic/explained_variance_before critic/grad_norm critic/num_updates
+lag/mean lag/max lag/over_max_fraction publish/total_s publish/pause_s publish/bytes publish/verify_s time/step_s
+packing/waste_fraction packing/imbalance"""
+SUMMARY = """num_steps wall_s eval_reward_before eval_reward_before_ci95 eval_reward_after eval_reward_after_ci95
+lag_max num_steps_with_stale_tokens num_dropped"""
+
+
 def check_files(directory: Path, summary: Summary, records: list[dict[str, Any]], start: Path) -> None:
     """The bytes of a publish, the exports, the summary."""
     policy = AutoModelForCausalLM.from_pretrained(directory / "hf", dtype=torch.float32)
@@ -99,8 +108,11 @@ def check_files(directory: Path, summary: Summary, records: list[dict[str, Any]]
     assert all(moved), "a parameter of the exported policy never moved"
     assert json.loads((directory / "critic" / "config.json").read_text())["role"] == "critic"
     assert (directory / "critic" / "value_head.safetensors").is_file()
+    assert all(set(METRICS.split()) <= set(record) for record in records)
+    written = json.loads((directory / "summary.json").read_text())
+    assert set(SUMMARY.split()) <= set(written)
     assert summary.num_steps == NUM_STEPS
-    assert json.loads((directory / "summary.json").read_text())["eval_reward_after"] == summary.eval_reward_after
+    assert (written["eval_reward_after"], written["eval_version_after"]) == (summary.eval_reward_after, NUM_STEPS)
     assert not list(directory.rglob("*.partial"))
 
 

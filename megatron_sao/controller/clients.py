@@ -48,7 +48,7 @@ class RoleClient:
         )
 
     async def load(self, batch: Batch) -> Metrics:
-        """Send the tokens once, packed for this group's layout. Returns packing/waste_fraction and /imbalance."""
+        """Send the tokens once, packed for this group's layout. Returns what the packing wastes."""
         plan = pack(batch.lengths, num_ranks=self.num_data_parallel, max_tokens=self.max_tokens_per_micro_batch)
         command = LoadBatch(batch_id=batch.id, trajectory_ids=batch.trajectory_ids, plan=plan.ranks)
         tensors: Tensors = {

@@ -65,7 +65,7 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What a publish did. `metrics` has publish/{total,pause,gather,flatten,send,load,resume,verify}_s, /bytes and more."""
+    """What a publish did. `metrics`: publish/{total,pause,gather,flatten,send,load,resume,verify}_s, /bytes, ..."""
 
     version: WeightVersion
     full: bool
@@ -139,7 +139,7 @@ class Publisher:
             LOG.warning("the first publish is verified by the log-probs of a fixed prompt only: %s", error)
             return await self.publish(version, full=True)
         self._known = False
-        await self._engine.pause(self._settings.pause_mode)
+        await self._engine.pause("retract")
         await self._engine.reset_tensors()
         kept = check_reset(loaded, await self._engine.checksum())
         if kept:
@@ -201,7 +201,7 @@ class Publisher:
                     await self._connect()
             pause_s = time.monotonic()
             with trace.during("pause"):
-                await self._engine.pause(self._settings.pause_mode)
+                await self._engine.pause("retract")
             await self._transfer(version, plan, trace)
             if check is not None:
                 await check()
@@ -302,12 +302,13 @@ class Publisher:
             )
         answer = await self._actor.call(Score(), tokens, timeout_s=self._settings.timeout_s)
         tolerance = self._settings.logprob_tolerance
+        assert tolerance is not None, "whoever makes a Publisher with a fixed prompt knows the model's dtype"
         return check_logprobs(score.logprobs, answer.tensors["logprobs"], tolerance=tolerance, what=what)
 
     async def _withdraw(self) -> None:
         """Stop an engine that serves other weights than it says."""
         self._known = False
-        await _quietly("pause the engine", self._engine.pause(self._settings.pause_mode))
+        await _quietly("pause the engine", self._engine.pause("retract"))
 
     async def _leave(self) -> None:
         """Both sides at once: whichever waits for the other is woken by the other's leaving."""
@@ -351,7 +352,7 @@ async def _quietly(what: str, work: Awaitable[Any]) -> None:
 
 
 def _metrics(trace: _Trace, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
-    phases = ("total", "gather", "flatten", "send", "load", "resume")
+    phases = ("total", "gather", "flatten", "send", "load", "resume", "verify")
     metrics = {f"publish/{phase}_s": Metric(trace.seconds.get(phase, 0.0)) for phase in phases}
     metrics["publish/pause_s"] = Metric(trace.seconds["paused"])  # from before the pause to after the resume
     metrics["publish/bytes"] = Metric(plan.num_bytes)

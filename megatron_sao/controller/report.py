@@ -34,7 +34,8 @@ class Summary:
     eval_reward_after: float | None
     eval_reward_after_ci95: float | None
     eval_num_prompts: int | None
-    eval_digest_after: str | None
+    eval_version_after: int | None  # that the engine served
+    eval_digest_after: str | None  # sha256 over the engine's checksums
     lag_max: float | None
     num_steps_with_stale_tokens: int
     num_dropped: int
@@ -108,6 +109,7 @@ class Reporter:
             eval_reward_after=after.reward if after else None,
             eval_reward_after_ci95=after.ci95 if after else None,
             eval_num_prompts=after.num_prompts if after else None,
+            eval_version_after=after.weight_version if after else None,
             eval_digest_after=after.weight_digest if after else None,
             lag_max=max(lags, default=None),
             num_steps_with_stale_tokens=sum(lag > 0 for lag in lags),

@@ -5,7 +5,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from megatron_sao.algorithm.policy_loss import TrustRegion
 from megatron_sao.channel import Channel
-from megatron_sao.config import Config, RolloutConfig
+from megatron_sao.config import Config, PublishConfig, RolloutConfig
 from megatron_sao.controller.clients import ActorClient, CriticClient
 from megatron_sao.controller.evaluate import Evaluation, evaluate
 from megatron_sao.controller.loop import Parts, critic_only_phase, serial_loop
@@ -24,8 +24,8 @@ from megatron_sao.controller.step import StepSettings
 from megatron_sao.data.buffer import TrajectoryBuffer
 from megatron_sao.data.prompts import PromptStream
 from megatron_sao.rollout.engine import Engine
-from megatron_sao.rollout.episode import Limits
-from megatron_sao.rollout.reward import load_object
+from megatron_sao.rollout.episode import Episode, Limits
+from megatron_sao.rollout.reward import RewardFunction, load_object
 from megatron_sao.rollout.service import EpisodeRunner, RolloutService
 from megatron_sao.rollout.service import evaluate as run_prompts
 from megatron_sao.sync.verify import fixed_prompt
@@ -35,6 +35,10 @@ LOG = logging.getLogger(__name__)
 POLICY_DIRECTORY = "hf"
 CRITIC_DIRECTORY = "critic"
 FIXED_PROMPT_TOKENS = 64
+LOGPROB_TOLERANCES = {"float32": 1e-4, "bfloat16": 1.0}
+"""max |engine - actor| on the fixed prompt, nats. In bfloat16 routers flip: 0.3 to 0.4 were seen on a tiny MoE."""
+
+Measure = Callable[..., Awaitable[Evaluation | None]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,46 +46,52 @@ class Work:
     """What a user brings: prompts, an episode, a reward. Loaded from the import paths of the configuration."""
 
     prompts: PromptStream
-    runner: EpisodeRunner
     held_out: Sequence[Prompt]
+    episode: Episode
+    reward: RewardFunction
 
 
-def load_work(config: Config, *, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> Work:
-    """Raises ValueError: an import path that leads nowhere, too few prompts, a held-out prompt that is trained on."""
+def load_work(config: Config) -> Work:
+    """Needs no process of the run, so that what is wrong here is said before any is started.
+
+    Raises:
+        ValueError: a tokenizer that cannot be read, an import path that leads nowhere, too few prompts, a held-out
+            prompt that is trained on as well.
+    """
     rollout = config.rollout
     source: Sequence[Prompt] = load_object(rollout.prompts)(**rollout.prompts_args)
-    held_out = _held_out(config, source)
     return Work(
         prompts=PromptStream(source, seed=config.run.seed, min_size=rollout.num_slots),
-        runner=_runner(rollout, engine=engine, tokenizer=tokenizer),
-        held_out=held_out,
+        held_out=_held_out(config, source),
+        episode=load_object(rollout.episode)(_tokenizer(config.model.path), **rollout.episode_args),
+        reward=load_object(rollout.reward),
     )
 
 
-async def train(config: Config, *, actor: Channel, critic: Channel, engine: Engine, run_directory: Path) -> Summary:
+async def train(
+    config: Config, work: Work, *, actor: Channel, critic: Channel, engine: Engine, run_directory: Path
+) -> Summary:
     """Run SAO to its end. The policy is exported to RUN/hf, the critic to RUN/critic, the summary to RUN/summary.json.
 
     Raises:
         ValueError: what a person must change (the message says what).
         RuntimeError: a role, the engine or a publish failed.
     """
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    work = load_work(config, engine=engine, tokenizer=tokenizer)
-    reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
-    parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, reporter=reporter)
     region = TrustRegion(eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
     LOG.info("a token is trained on while its ratio is in %s", region)
+    runner = _runner(config.rollout, work, engine=engine)
+    reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
+    parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
+    measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine)
     try:
-        return await _train(config, parts, work, engine=engine, run_directory=run_directory)
+        return await _train(config, parts, measure=measure, run_directory=run_directory)
     finally:
         reporter.close()
         await parts.service.stop(timeout_s=config.run.shutdown_timeout_s)
 
 
-async def _train(config: Config, parts: Parts, work: Work, *, engine: Engine, run_directory: Path) -> Summary:
+async def _train(config: Config, parts: Parts, *, measure: Measure, run_directory: Path) -> Summary:
     reporter = parts.reporter
-    measure = partial(_evaluate, work=work, engine=engine, concurrency=config.rollout.num_slots)
-
     reporter.phase("first publish: every tensor of the engine is compared")
     await parts.publisher.first_publish()
     reporter.phase("evaluating the start policy")
@@ -89,17 +99,16 @@ async def _train(config: Config, parts: Parts, work: Work, *, engine: Engine, ru
 
     parts.service.start()
     await critic_only_phase(parts, config.critic)
-    version = await serial_loop(
-        parts, num_steps=config.run.num_steps, first_batch_id=config.critic.max_critic_only_steps
-    )
+    first_batch_id = config.critic.max_critic_only_steps
+    version = await serial_loop(parts, num_steps=config.run.num_steps, first_batch_id=first_batch_id)
     await parts.service.stop(timeout_s=config.run.shutdown_timeout_s)
 
-    reporter.phase(f"evaluating version {version}")
-    after = await measure(version=version)
     reporter.phase("exporting policy and critic")
     policy_directory, critic_directory = run_directory / POLICY_DIRECTORY, run_directory / CRITIC_DIRECTORY
     await parts.actor.export(policy_directory)
     await parts.critic.export(critic_directory)
+    reporter.phase(f"evaluating version {version}")
+    after = await measure(version=version)
     await parts.publisher.close()
     return reporter.summary(
         before=before,
@@ -110,18 +119,30 @@ async def _train(config: Config, parts: Parts, work: Work, *, engine: Engine, ru
     )
 
 
-async def _evaluate(*, version: WeightVersion, work: Work, engine: Engine, concurrency: int) -> Evaluation | None:
-    if not work.held_out:
+async def _evaluate(
+    *, version: WeightVersion, prompts: Sequence[Prompt], runner: EpisodeRunner, engine: Engine
+) -> Evaluation | None:
+    if not prompts:
         return None
-    run_episodes = partial(run_prompts, runner=work.runner, concurrency=concurrency)
-    return await evaluate(work.held_out, run_episodes=run_episodes, engine=engine, expected_version=version)
+    return await evaluate(
+        prompts, run_episodes=partial(run_prompts, runner=runner), engine=engine, expected_version=version
+    )
 
 
-def _parts(config: Config, *, actor: Channel, critic: Channel, engine: Engine, work: Work, reporter: Reporter) -> Parts:
+def _parts(
+    config: Config,
+    *,
+    actor: Channel,
+    critic: Channel,
+    engine: Engine,
+    work: Work,
+    runner: EpisodeRunner,
+    reporter: Reporter,
+) -> Parts:
     rollout = config.rollout
     buffer = TrajectoryBuffer(rollout.num_slots, max_token_lag=rollout.max_token_lag)
     service = RolloutService(
-        work.runner,
+        runner,
         prompts=work.prompts,
         buffer=buffer,
         max_consecutive_failures=rollout.max_consecutive_failures,
@@ -132,7 +153,9 @@ def _parts(config: Config, *, actor: Channel, critic: Channel, engine: Engine, w
         service=service,
         actor=ActorClient.of(actor, config.actor),
         critic=CriticClient.of(critic, config.critic),
-        publisher=Publisher(engine, actor, config.publish, engine_ranks=config.engine.tensor, fixed_prompt=prompt),
+        publisher=Publisher(
+            engine, actor, publish_settings(config), engine_ranks=config.engine.tensor, fixed_prompt=prompt
+        ),
         reporter=reporter,
         settings=StepSettings.of(config.algorithm, config.critic),
         episodes_per_step=rollout.trajectories_per_step,
@@ -142,11 +165,19 @@ def _parts(config: Config, *, actor: Channel, critic: Channel, engine: Engine, w
     )
 
 
-def _runner(rollout: RolloutConfig, *, engine: Engine, tokenizer: PreTrainedTokenizerBase) -> EpisodeRunner:
+def publish_settings(config: Config) -> PublishConfig:
+    """The configuration's, with the tolerance that the model's dtype allows where none is set."""
+    settings = config.publish
+    if settings.logprob_tolerance is not None:
+        return settings
+    return settings.model_copy(update={"logprob_tolerance": LOGPROB_TOLERANCES[config.model.dtype]})
+
+
+def _runner(rollout: RolloutConfig, work: Work, *, engine: Engine) -> EpisodeRunner:
     return EpisodeRunner(
         engine=engine,
-        episode=load_object(rollout.episode)(tokenizer, **rollout.episode_args),
-        reward=load_object(rollout.reward),
+        episode=work.episode,
+        reward=work.reward,
         limits=Limits(
             max_episode_tokens=rollout.max_episode_tokens,
             max_turn_tokens=rollout.max_turn_tokens,
@@ -156,6 +187,14 @@ def _runner(rollout: RolloutConfig, *, engine: Engine, tokenizer: PreTrainedToke
         episode_timeout_s=rollout.episode_timeout_s,
         reward_timeout_s=rollout.reward_timeout_s,
     )
+
+
+def _tokenizer(directory: str) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(directory)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model.path = {directory!r} has no tokenizer that transformers can read: {error}") from error
+    return tokenizer
 
 
 def _held_out(config: Config, source: Sequence[Prompt]) -> Sequence[Prompt]:

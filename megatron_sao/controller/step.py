@@ -42,7 +42,7 @@ async def sao_step(
     """
     algorithm = settings.algorithm
     start_s = time.monotonic()
-    await asyncio.gather(critic.load(batch), actor.load(batch))
+    _, packing = await asyncio.gather(critic.load(batch), actor.load(batch))
 
     values_A = await critic.values(batch) if settings.values_before_updates else None
     targets_A = batch_targets(batch, values_A, gamma=algorithm.gamma, lam=algorithm.lambda_critic)
@@ -63,7 +63,7 @@ async def sao_step(
         "time/critic_s": Metric(critic_s),
         "time/actor_s": Metric(time.monotonic() - start_s - critic_s),
     }
-    return {**policy_metrics, **of_updates(critic_metrics), **times}
+    return {**packing, **policy_metrics, **of_updates(critic_metrics), **times}
 
 
 async def critic_step(batch: Batch, *, critic: CriticClient, settings: StepSettings) -> Metrics:
