@@ -29,6 +29,7 @@ class Faults:
     edit_generation: Callable[[dict[str, Any]], dict[str, Any] | bytes | None] | None = None  # None: hang up
     fail_generate_status: int | None = None
     hang_generate: bool = False
+    hang_abort: bool = False
     fail_load: Mapping[int, int] = dataclasses.field(default_factory=dict)  # load call -> HTTP status, nothing received
     hang_load: frozenset[int] = frozenset()  # load calls that neither receive nor answer
     skip_tensors: frozenset[str] = frozenset()  # received, said to be loaded, and lost
@@ -266,6 +267,8 @@ class FakeEngine:
 
     async def _abort(self, http: web.Request) -> web.Response:
         """By exact id at the door, by prefix behind it; a request that waits at the door is marked and never ends."""
+        if self.faults.hang_abort:
+            await asyncio.sleep(600)
         body = await http.json()
         rid, everything = body.get("rid", ""), body.get("abort_all", False)
         known = self._requests.get(rid)

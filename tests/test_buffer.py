@@ -87,6 +87,32 @@ async def test_in_order_waits_for_the_oldest_admission() -> None:
     assert await waiting == (episodes[0], episodes[1])
 
 
+async def test_the_deadline_of_take_runs_from_the_last_episode_that_came_or_was_dropped() -> None:
+    buffer = TrajectoryBuffer(4)
+    slots = await reserve(buffer, 4)
+    waiting = asyncio.create_task(buffer.take(3, timeout_s=0.2))
+    for slot in slots[:2]:
+        await asyncio.sleep(0.12)
+        buffer.put(slot, episode())
+    await asyncio.sleep(0.12)
+    buffer.drop(slots[2], "episode")
+    await asyncio.sleep(0.12)  # 0.48 s in all
+    buffer.put(slots[3], episode())
+    assert len(await waiting) == 3
+
+
+async def test_a_release_is_no_progress_for_take() -> None:
+    buffer = TrajectoryBuffer(2)
+    slots = await reserve(buffer, 2)
+    buffer.put(slots[0], episode())
+    taken = await buffer.take(1, timeout_s=1)
+    waiting = asyncio.create_task(buffer.take(1, timeout_s=0.2))
+    await asyncio.sleep(0.12)
+    buffer.release(taken)
+    await asyncio.sleep(0.12)
+    assert isinstance(waiting.exception(), TimeoutError)
+
+
 async def test_in_order_does_not_wait_for_a_dropped_episode() -> None:
     buffer = TrajectoryBuffer(2)
     slots, last = await reserve(buffer, 2), episode()

@@ -134,9 +134,9 @@ async def test_a_tool_that_breaks_is_infrastructure_and_is_named(call: str, prob
         await run(ScriptedTurns([said(f"echo {call}")]), tool_timeout_s=0.05)
 
 
-async def test_a_prompt_that_leaves_no_room_is_an_error_that_says_so() -> None:
+async def test_a_prompt_that_leaves_no_room_is_a_broken_episode_that_says_so() -> None:
     limits = Limits(max_episode_tokens=len(PROMPT_IDS), max_turn_tokens=5, max_turns=1)
-    with pytest.raises(ValueError, match=f"prompt 'p' has {len(PROMPT_IDS)} tokens, which leaves no room"):
+    with pytest.raises(EpisodeError, match=f"prompt 'p' has {len(PROMPT_IDS)} tokens, which leaves no room"):
         await run(ScriptedTurns([]), limits)
 
 

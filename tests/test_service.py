@@ -12,7 +12,7 @@ from megatron_sao.data.prompts import PromptStream
 from megatron_sao.rollout.engine import EngineError, GenerateRequest
 from megatron_sao.rollout.episode import Limits, SingleTurnEpisode
 from megatron_sao.rollout.render import Renderer
-from megatron_sao.rollout.service import EpisodeRunner, RolloutService, evaluate
+from megatron_sao.rollout.service import EpisodeRunner, RolloutService, run_prompts
 from megatron_sao.types import Message, Prompt, Reward
 from tests.scripted_turns import ScriptedTurns, generation
 from tools.warm_start.model import build_tokenizer
@@ -44,15 +44,18 @@ def runner(engine: ScriptedTurns, **changes) -> EpisodeRunner:
 class Running:
     """A service with its parts, stopped at the end."""
 
-    def __init__(self, script, *, num_slots=4, max_consecutive_failures=3, **changes) -> None:
+    def __init__(
+        self, script, *, num_slots=4, max_consecutive_failures=3, slot_timeout_s=30.0, prompts=PROMPTS, **changes
+    ) -> None:
         self.engine = ScriptedTurns(script)
         self.buffer = TrajectoryBuffer(num_slots)
-        self.prompts = PromptStream(PROMPTS, seed=0)
+        self.prompts = PromptStream(prompts, seed=0)
         self.service = RolloutService(
             runner(self.engine, **changes),
             prompts=self.prompts,
             buffer=self.buffer,
             max_consecutive_failures=max_consecutive_failures,
+            slot_timeout_s=slot_timeout_s,
         )
 
     async def __aenter__(self) -> "Running":
@@ -151,9 +154,46 @@ async def test_failures_that_are_not_in_a_row_do_not_add_up() -> None:
         assert r.buffer.num_dropped >= 10
 
 
-async def test_what_a_person_must_change_ends_the_run_at_once() -> None:
+async def test_a_prompt_that_leaves_no_room_is_dropped_and_counted_and_the_run_goes_on() -> None:
+    long = Prompt(id="long", position=0, messages=(Message(role="user", content="1" * 40),))
+    async with Running(answers, num_slots=5, prompts=[*PROMPTS[:4], long]) as r:
+        for _ in range(5):  # every epoch comes to it once
+            r.buffer.release(await r.take(4))
+        assert r.service.metrics()["rollout/num_broken_episode"].value >= 4
+
+
+async def test_prompts_that_never_leave_room_end_the_run_with_their_message() -> None:
     async with Running(answers, limits=Limits(max_episode_tokens=2, max_turn_tokens=2, max_turns=1)) as r:
-        with pytest.raises(ValueError, match="leaves no room"):
+        with pytest.raises(RuntimeError, match="3 episodes in a row broke; .*which leaves no room for an action"):
+            await r.take(1)
+
+
+async def test_what_a_person_must_change_ends_the_run_at_once() -> None:
+    async def foreign_id(request):
+        raise ValueError("input id 400 at position 3 is outside the vocabulary")
+
+    async with Running(foreign_id) as r:
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            await r.take(1)
+
+
+async def test_a_hanging_episode_at_lag_zero_is_dropped_and_the_step_waits_for_its_replacement() -> None:
+    """The step's deadline is one episode's, and the replacement takes most of one again."""
+
+    async def slow_once(request):
+        await asyncio.sleep(9 if len(r.engine.requests) == 1 else 0.12)
+        return await answers(request)
+
+    async with (r := Running(slow_once, num_slots=1, episode_timeout_s=0.2)):
+        ((trajectory,),) = await r.service.watch(r.buffer.take(1, timeout_s=0.25))
+        assert trajectory.position == 1
+        assert r.service.metrics()["rollout/num_broken_episode"].value == 1
+
+
+async def test_a_service_that_gets_no_slot_within_its_deadline_says_so() -> None:
+    async with Running(answers, num_slots=1, slot_timeout_s=0.05) as r:
+        await r.take(1)  # never released
+        with pytest.raises(TimeoutError, match=r"waited 0\.05 s for a free slot"):
             await r.take(1)
 
 
@@ -204,13 +244,13 @@ async def test_an_evaluation_gives_rewards_in_the_prompts_order_within_its_bound
         return Reward(value=int(prompt.id[1:]) / 100)
 
     engine = ScriptedTurns(answers)
-    rewards = await evaluate(PROMPTS, runner(engine, reward=by_id), concurrency=7)
+    rewards = await run_prompts(PROMPTS, runner(engine, reward=by_id), concurrency=7)
     assert [reward.value for reward in rewards] == [i / 100 for i in range(50)]
     assert engine.max_running == 7
 
 
 async def test_an_evaluation_tries_a_broken_episode_again_and_then_gives_up() -> None:
     engine = ScriptedTurns([DOWN, DOWN, await answers(None)])
-    assert [r.value for r in await evaluate(PROMPTS[:1], runner(engine), max_attempts=3)] == [1.0]
+    assert [r.value for r in await run_prompts(PROMPTS[:1], runner(engine), max_attempts=3)] == [1.0]
     with pytest.raises(RuntimeError, match="prompt 'p0' broke 2 times: .*connection refused"):
-        await evaluate(PROMPTS[:1], runner(ScriptedTurns([DOWN, DOWN])), max_attempts=2)
+        await run_prompts(PROMPTS[:1], runner(ScriptedTurns([DOWN, DOWN])), max_attempts=2)

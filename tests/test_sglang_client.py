@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_sao.rollout import sglang_client
 from megatron_sao.rollout.engine import EngineError, GenerateRequest
 from megatron_sao.rollout.sglang_answer import expand_spans
 from megatron_sao.rollout.sglang_client import SAMPLING, SGLangEngine, Timeouts
@@ -31,6 +32,10 @@ def _free_port() -> int:
 
 async def _nothing_runs(fake: FakeEngine | None) -> bool:
     return fake is not None and not fake.running
+
+
+async def _something_runs(fake: FakeEngine | None) -> bool:
+    return fake is not None and bool(fake.running)
 
 
 def _meta(key: str, edit: Callable[[Any], Any]) -> Edit:
@@ -133,6 +138,23 @@ async def test_a_silent_engine_meets_a_deadline_and_the_request_is_aborted() -> 
         with pytest.raises(EngineError, match="no answer within"):
             await engine.generate(_request())
         await engine.close()
+
+
+async def test_closing_does_not_wait_for_aborts_that_a_hanging_engine_never_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sglang_client, "CLOSE_TIMEOUT_S", 0.2)
+    async with fake_subject(token_delay_s=0.05) as subject:
+        assert subject.fake is not None
+        subject.fake.faults.hang_abort = True
+        task = asyncio.create_task(subject.engine.generate(_request(200)))
+        assert await eventually(lambda: _something_runs(subject.fake), timeout_s=2.0)
+        task.cancel()
+        await asyncio.wait((task,))
+        aborts = [task for task in asyncio.all_tasks() if task.get_name().startswith("abort ")]
+        async with asyncio.timeout(2.0):
+            await subject.engine.close()
+        assert [task.cancelled() for task in aborts] == [True]
 
 
 async def test_a_refused_connection_is_tried_again() -> None:

@@ -26,8 +26,7 @@ from megatron_sao.data.prompts import PromptStream
 from megatron_sao.rollout.engine import Engine
 from megatron_sao.rollout.episode import Episode, Limits
 from megatron_sao.rollout.reward import RewardFunction, load_object
-from megatron_sao.rollout.service import EpisodeRunner, RolloutService
-from megatron_sao.rollout.service import evaluate as run_prompts
+from megatron_sao.rollout.service import EpisodeRunner, RolloutService, run_prompts
 from megatron_sao.sync.verify import fixed_prompt
 from megatron_sao.types import Prompt, WeightVersion
 
@@ -146,6 +145,7 @@ def _parts(
         prompts=work.prompts,
         buffer=buffer,
         max_consecutive_failures=rollout.max_consecutive_failures,
+        slot_timeout_s=_longest_step_s(config),
     )
     prompt = fixed_prompt(vocab_size(Path(config.model.path)), min(FIXED_PROMPT_TOKENS, rollout.max_episode_tokens))
     return Parts(
@@ -171,6 +171,13 @@ def publish_settings(config: Config) -> PublishConfig:
     if settings.logprob_tolerance is not None:
         return settings
     return settings.model_copy(update={"logprob_tolerance": LOGPROB_TOLERANCES[config.model.dtype]})
+
+
+def _longest_step_s(config: Config) -> float:
+    """How long a slot may stay taken: an episode, and every command of a step, each up to its deadline."""
+    num_commands = 4 + config.critic.num_updates  # load, values, the updates of both roles, drop
+    command_s = max(config.actor.command_timeout_s, config.critic.command_timeout_s)
+    return num_commands * command_s + config.rollout.episode_timeout_s + config.rollout.reward_timeout_s
 
 
 def _runner(rollout: RolloutConfig, work: Work, *, engine: Engine) -> EpisodeRunner:

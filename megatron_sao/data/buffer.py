@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron_sao.metrics import Metric
 from megatron_sao.types import Trajectory, WeightVersion
 
-Episode = tuple[Trajectory, ...]
+FinishedEpisode = tuple[Trajectory, ...]
 """The segments of one episode: one or more trajectories with the same episode id."""
 
 LENGTH_BUCKETS = (256, 1024, 4096, 16384, 65536)
@@ -47,12 +47,13 @@ class TrajectoryBuffer:
         self._changed = asyncio.Event()
         self._next_admission = 0
         self._running: set[Slot] = set()
-        self._finished: dict[Slot, Episode] = {}
+        self._finished: dict[Slot, FinishedEpisode] = {}
         self._taken: set[str] = set()  # episode ids, until the weights trained from them are live
         self._closed = False
         self._cause: BaseException | None = None
         self._drops: Counter[str] = Counter()
         self._stale_by_length: Counter[int] = Counter()
+        self._num_ended = 0  # episodes that were put or dropped: what `take` sees as progress
 
     @property
     def num_free_slots(self) -> int:
@@ -74,7 +75,7 @@ class TrajectoryBuffer:
         self._running.add(slot)
         return slot
 
-    def put(self, slot: Slot, episode: Episode) -> None:
+    def put(self, slot: Slot, episode: FinishedEpisode) -> None:
         """The slot's episode is finished. It keeps the slot."""
         assert len({t.episode_id for t in episode}) == 1, "an episode is one or more trajectories with one episode id"
         self._leave_running(slot)
@@ -89,16 +90,20 @@ class TrajectoryBuffer:
 
     async def take(
         self, num_episodes: int, *, timeout_s: float, in_order: bool = False, version: WeightVersion | None = None
-    ) -> tuple[Episode, ...]:
+    ) -> tuple[FinishedEpisode, ...]:
         """`num_episodes` finished episodes, in admission order; they keep their slots until `release`.
 
         The oldest admissions among the finished ones; with `in_order` the oldest admissions of all, waiting for those
         that still run. With `max_token_lag`, finished episodes with a token older than that many versions before
         `version`, the one to be trained from, are dropped first and counted by length.
 
+        `timeout_s` is the longest wait for the next episode to be put or dropped: each one starts it anew, so that a
+        broken episode's replacement has its full time. Give it an episode's own deadline. The whole wait is bounded,
+        since there are finitely many slots and the service gives up after a number of drops in a row.
+
         Raises:
             ValueError: more episodes than slots; no `version` though `max_token_lag` is set.
-            TimeoutError: not enough in time. BufferClosedError: the buffer was closed.
+            TimeoutError: not enough, and no progress in time. BufferClosedError: the buffer was closed.
         """
         if not 1 <= num_episodes <= self._num_slots:
             raise ValueError(f"a step takes 1 to {self._num_slots} episodes (the slots), not {num_episodes}")
@@ -108,7 +113,7 @@ class TrajectoryBuffer:
             slots = self._oldest(num_episodes, in_order)
             return len(slots) == num_episodes and all(slot in self._finished for slot in slots)
 
-        await self._wait(ready, timeout_s, what=f"{num_episodes} finished episodes")
+        await self._wait(ready, timeout_s, what=f"{num_episodes} finished episodes", restarts=True)
         episodes = tuple(self._finished.pop(slot) for slot in self._oldest(num_episodes, in_order))
         self._taken.update(episode[0].episode_id for episode in episodes)
         return episodes
@@ -149,6 +154,7 @@ class TrajectoryBuffer:
     def _leave_running(self, slot: Slot) -> None:
         assert slot in self._running, f"slot {slot.admission} holds no running episode: it was put or dropped before"
         self._running.remove(slot)
+        self._num_ended += 1
 
     def _drop_stale(self, version: WeightVersion | None) -> None:
         if self._max_token_lag is None:
@@ -168,11 +174,15 @@ class TrajectoryBuffer:
         self._changed.set()
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
-    async def _wait(self, ready: Callable[[], bool], timeout_s: float, *, what: str) -> None:
+    async def _wait(self, ready: Callable[[], bool], timeout_s: float, *, what: str, restarts: bool = False) -> None:
+        num_ended, loop = self._num_ended, asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
                 while not self._closed and not ready():
                     await self._changed.wait()
+                    if restarts and self._num_ended > num_ended:
+                        num_ended = self._num_ended
+                        deadline.reschedule(loop.time() + timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"the buffer waited {timeout_s:g} s for {what}: of {self._num_slots} slots {len(self._running)} run, "

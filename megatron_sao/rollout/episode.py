@@ -37,8 +37,7 @@ class Episode(Protocol):
         """Run the prompt to its end: one trajectory per segment, without rewards.
 
         Raises:
-            ValueError: the prompt leaves no room in `max_episode_tokens`.
-            EngineError, EpisodeError: broken by infrastructure.
+            EngineError, EpisodeError: broken by infrastructure, or the prompt leaves no room in `max_episode_tokens`.
         """
         ...
 
@@ -144,7 +143,7 @@ class _Tape:
 
     def __post_init__(self) -> None:
         if len(self.prompt_ids) >= self.limits.max_episode_tokens:
-            raise ValueError(
+            raise EpisodeError(
                 f"prompt {self.prompt.id!r} has {len(self.prompt_ids)} tokens, which leaves no room for an action in "
                 f"max_episode_tokens = {self.limits.max_episode_tokens}: raise it, or leave the prompt out"
             )

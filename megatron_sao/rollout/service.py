@@ -16,7 +16,7 @@ from megatron_sao.rollout.reward import RewardError, RewardFunction, call_reward
 from megatron_sao.types import Prompt, Reward, Trajectory
 
 LOG = logging.getLogger(__name__)
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 KINDS: Mapping[type[Exception], str] = {EngineError: "engine", EpisodeError: "episode", RewardError: "reward"}
 """What breaks one episode and not the run: the episode is dropped and counted under this name."""
@@ -39,8 +39,8 @@ class EpisodeRunner:
         """The episode's segments, each with the reward on its last action token, and the reward itself.
 
         Raises:
-            ValueError: what a person must change, such as a prompt that is too long.
             EngineError, EpisodeError, RewardError: this episode is broken.
+            ValueError: what a person must change, such as a tokenizer that does not belong to the model.
         """
         try:
             async with asyncio.timeout(self.episode_timeout_s) as deadline:
@@ -69,9 +69,10 @@ class RolloutService:
         *,
         prompts: PromptStream,
         buffer: TrajectoryBuffer,
+        slot_timeout_s: float,
         max_consecutive_failures: int = 16,
-        slot_timeout_s: float = 7200.0,
     ) -> None:
+        """`slot_timeout_s`: the longest wait for a slot. It must outlast a whole step, which frees them at its end."""
         self._runner = runner
         self._prompts = prompts
         self._buffer = buffer
@@ -109,7 +110,7 @@ class RolloutService:
             names = ", ".join(task.get_name() for task in stuck)
             raise TimeoutError(f"{len(stuck)} tasks still run {timeout_s:g} s after they were cancelled: {names}")
 
-    async def watch(self, work: Awaitable[Answer]) -> Answer:
+    async def watch(self, work: Awaitable[Result]) -> Result:
         """The result of `work`, or the service's failure as soon as there is one (then `work` is cancelled)."""
         assert self._failed is not None, "start the rollout service before watching it"
         task = asyncio.ensure_future(work)
@@ -185,7 +186,7 @@ class RolloutService:
         self._buffer.close(error)
 
 
-async def evaluate(
+async def run_prompts(
     prompts: Sequence[Prompt], runner: EpisodeRunner, *, concurrency: int = 64, max_attempts: int = 3
 ) -> tuple[Reward, ...]:
     """The reward of each prompt, in their order, at most `concurrency` at a time; no slot or buffer is involved.

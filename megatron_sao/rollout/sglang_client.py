@@ -36,6 +36,7 @@ SAMPLING = {
 
 CONNECT_ATTEMPTS = 4
 CONNECT_BACKOFF_S = 0.2  # doubled after each refused connection: 1.4 s in all
+CLOSE_TIMEOUT_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,9 +202,12 @@ class SGLangEngine:
             raise EngineError(self.name, "/model_info", None, f"no integer weight_version in {answer}") from error
 
     async def close(self) -> None:
-        """Wait for aborts under way, then close the connections; the server runs on."""
+        """Give aborts under way `CLOSE_TIMEOUT_S`, then close the connections; the server runs on."""
         if self._background:
-            await asyncio.wait(self._background, timeout=self._timeouts.control_s)
+            _, late = await asyncio.wait(self._background, timeout=CLOSE_TIMEOUT_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
             self._session = None
