@@ -1,14 +1,15 @@
 """Which accelerators a run's processes get: the actor's ranks first, then the critic's, then the engine's.
 
-Without an accelerator everything runs on the CPU. Pure, but for `visible_devices`.
+Without an accelerator everything runs on the CPU. Pure; which devices there are says `rollout/devices.py`.
 """
 
-import importlib.util
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sao.config import Config
+from megatron_sao.rollout.devices import visible_devices
+
+__all__ = ["Placement", "place", "visible_devices"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,23 +48,3 @@ def place(config: Config, devices: Sequence[str]) -> Placement:
         engine=tuple(devices[second:third]),
         engine_base=second,
     )
-
-
-def visible_devices() -> tuple[str, ...]:
-    """NVIDIA devices of this machine that this process may use. No torch, and no CUDA context."""
-    listed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if importlib.util.find_spec("pynvml") is None:
-        return ()
-    import pynvml  # type: ignore[import-not-found]  # here: only machines with GPUs have it
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return ()
-    try:
-        count = int(pynvml.nvmlDeviceGetCount())
-    finally:
-        pynvml.nvmlShutdown()
-    if listed is None:
-        return tuple(str(index) for index in range(count))
-    return tuple(name.strip() for name in listed.split(",") if name.strip()) if count else ()

@@ -19,7 +19,7 @@ import pytest
 from megatron_sao.config import EngineConfig
 from megatron_sao.rollout import server as server_module
 from megatron_sao.rollout import sglang_cpu
-from megatron_sao.rollout.server import SGLangServer, child_environment, launch_command
+from megatron_sao.rollout.server import SGLangServer, _is_loopback, child_environment, launch_command, resolve_cores
 from tests.conftest import LiveServer
 
 KEY = "0123456789abcdef0123456789abcdef"
@@ -228,16 +228,17 @@ async def test_a_model_directory_that_is_not_there_is_refused(tmp_path: Path) ->
 def test_the_servers_environment_has_no_proxy_no_rank_and_no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_cpu, "is_needed", lambda: True)
     parent = {"PATH": "/bin", "HTTPS_PROXY": "http://p", "http_proxy": "http://p", "RANK": "0", "PYTHONPATH": "/mine"}
-    child = child_environment(parent, cpu_cores="1")
+    core = str(max(os.sched_getaffinity(0)))
+    child = child_environment(parent, EngineConfig(cpu_cores="last"))
     assert child["PATH"] == "/bin"
     assert not {"HTTPS_PROXY", "http_proxy", "RANK"} & child.keys()
-    assert (child["NO_PROXY"], child["HF_HUB_OFFLINE"], child["SGLANG_CPU_OMP_THREADS_BIND"]) == ("*", "1", "1")
+    assert (child["NO_PROXY"], child["HF_HUB_OFFLINE"], child["SGLANG_CPU_OMP_THREADS_BIND"]) == ("*", "1", core)
     assert child["PYTHONPATH"] == f"{sglang_cpu.STAND_INS}:/mine"
 
 
 def test_where_cuda_is_nothing_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sglang_cpu, "is_needed", lambda: False)
-    child = child_environment({"PATH": "/bin"}, cpu_cores="1")
+    child = child_environment({"PATH": "/bin"}, EngineConfig(cpu_cores="last"))
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & child.keys()
     config = EngineConfig(tensor=2, extra_args=("--mem-fraction-static", "0.7"))
     command = launch_command(config, port=5, model_path="m", dtype="bfloat16", key_file=Path("k.yaml"))
@@ -246,14 +247,43 @@ def test_where_cuda_is_nothing_stands_in(monkeypatch: pytest.MonkeyPatch) -> Non
     assert command[command.index("--tp") + 1] == "2"
 
 
-def test_a_cpu_build_of_torch_asks_for_the_stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sglang_cpu.metadata, "version", lambda _: "2.13.0+cpu")
-    monkeypatch.setattr(sglang_cpu, "_num_cuda_devices", lambda: 8)
-    assert sglang_cpu.is_needed()
-    monkeypatch.setattr(sglang_cpu.metadata, "version", lambda _: "2.13.0")
-    assert not sglang_cpu.is_needed()
-    monkeypatch.setattr(sglang_cpu, "_num_cuda_devices", lambda: 0)
-    assert sglang_cpu.is_needed()
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
+def test_on_a_loopback_host_gloo_meets_there_too(host: str) -> None:
+    parent = {"GLOO_SOCKET_IFNAME": "eth0"}
+    assert child_environment(parent, EngineConfig(host=host))["GLOO_SOCKET_IFNAME"] == "lo"
+    for other in ("10.0.0.5", "node7"):
+        assert child_environment(parent, EngineConfig(host=other))["GLOO_SOCKET_IFNAME"] == "eth0"
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_ranks", "resolved"),
+    [
+        (None, 1, None),
+        ("last", 1, "9"),
+        ("last", 2, "8|9"),
+        ("4", 1, "4"),
+        ("4-5,8", 1, "4-5,8"),
+        ("4|8-9", 2, "4|8-9"),
+    ],
+)
+def test_cores_are_those_that_this_process_may_use(cores: str | None, num_ranks: int, resolved: str | None) -> None:
+    assert resolve_cores(cores, num_ranks=num_ranks, allowed={4, 5, 8, 9}) == resolved
+
+
+@pytest.mark.parametrize(
+    ("cores", "num_ranks", "message"),
+    [
+        ("1", 1, r"engine.cpu_cores = '1': this process may use cores \[4, 5\], not \[1\]; name others, or \"last\""),
+        ("4-6", 1, r"not \[6\]"),
+        ("4|7", 2, r"not \[7\]"),
+        ("last", 3, r'"last" with tensor = 3: only cores \[4, 5\] are allowed'),
+        ("first", 1, r'is not "last", and not like'),
+        ("", 1, r'is not "last", and not like'),
+    ],
+)
+def test_a_core_that_is_not_allowed_is_refused_before_the_start(cores: str, num_ranks: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        resolve_cores(cores, num_ranks=num_ranks, allowed={4, 5})
 
 
 def test_stand_ins_import_under_any_name_and_raise_when_called() -> None:
@@ -278,9 +308,10 @@ async def test_a_live_server_keeps_its_key_binds_loopback_and_is_healthy_in_a_pa
     assert len(processes) >= 4
     assert not any(live_server.api_key in part for process in processes for part in process.cmdline())
     listening = [c.laddr for p in processes for c in p.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    port = int(server.url.rpartition(":")[2])
-    assert {address.ip for address in listening if address.port == port} == {"127.0.0.1"}
-    assert len([address for address in listening if address.ip == "::"]) <= 1  # torch's store between its own ranks
+    assert int(server.url.rpartition(":")[2]) in {address.port for address in listening}
+    open_to_all = [address for address in listening if not _is_loopback(address.ip)]
+    assert len(open_to_all) <= 1, open_to_all  # torch's store between the server's own ranks
+    assert {address.ip for address in open_to_all} <= {"::", "0.0.0.0"}
     headers = {"Authorization": f"Bearer {live_server.api_key}"}
     async with aiohttp.ClientSession(server.url, headers=headers, timeout=aiohttp.ClientTimeout(5)) as session:
         await session.post("/pause_generation", json={"mode": "retract"})

@@ -175,14 +175,13 @@ class TrajectoryBuffer:
         self._changed = asyncio.Event()  # who waits from now on waits for the next change
 
     async def _wait(self, ready: Callable[[], bool], timeout_s: float, *, what: str, restarts: bool = False) -> None:
-        num_ended, loop = self._num_ended, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 while not self._closed and not ready():
+                    num_ended = self._num_ended
                     await self._changed.wait()
-                    if restarts and self._num_ended > num_ended:
-                        num_ended = self._num_ended
-                        deadline.reschedule(loop.time() + timeout_s)
+                    restart = restarts and self._num_ended > num_ended
+                    deadline.reschedule(_now() + timeout_s if restart else deadline.when())
         except TimeoutError:
             raise TimeoutError(
                 f"the buffer waited {timeout_s:g} s for {what}: of {self._num_slots} slots {len(self._running)} run, "
@@ -190,3 +189,7 @@ class TrajectoryBuffer:
             ) from None
         if self._closed:
             raise BufferClosedError(f"the buffer is closed ({self._cause!r})") from self._cause
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -8,14 +8,16 @@ in the log.
 
 import asyncio
 import contextlib
+import ipaddress
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from http import HTTPStatus
 from pathlib import Path
 
@@ -131,8 +133,12 @@ def launch_command(config: EngineConfig, *, port: int, model_path: str | Path, d
     return [*launcher, *arguments, "--sleep-on-idle", *cpu, *config.extra_args]
 
 
-def child_environment(parent: Mapping[str, str], cpu_cores: str | None) -> dict[str, str]:
-    """`parent` without proxies and without a rank's variables; offline, since the model is a local directory."""
+def child_environment(parent: Mapping[str, str], config: EngineConfig) -> dict[str, str]:
+    """`parent` without proxies and without a rank's variables; offline, since the model is a local directory.
+
+    On a loopback host gloo meets there too, as on the ranks' side. (NCCL's interface is left alone: it is the same
+    choice on both sides, and only the owner of a machine with GPUs knows a better one.)
+    """
     kept = {
         name: value
         for name, value in parent.items()
@@ -145,8 +151,50 @@ def child_environment(parent: Mapping[str, str], cpu_cores: str | None) -> dict[
         "PYTHONUNBUFFERED": "1",
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health answers at once, and during a pause too
     }
-    cpu = sglang_cpu.environment(cpu_cores, parent.get("PYTHONPATH")) if sglang_cpu.is_needed() else {}
-    return {**kept, **fixed, **cpu}
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(config.host) else {}
+    if not sglang_cpu.is_needed():
+        return {**kept, **fixed, **loopback}
+    cores = resolve_cores(config.cpu_cores, num_ranks=config.tensor, allowed=os.sched_getaffinity(0))
+    return {**kept, **fixed, **loopback, **sglang_cpu.environment(cores, parent.get("PYTHONPATH"))}
+
+
+def resolve_cores(cores: str | None, *, num_ranks: int, allowed: Collection[int]) -> str | None:
+    """`engine.cpu_cores` as SGLang reads it: groups of cores, "0-3,8", one for each rank, with "|" between them.
+
+    "last" is the highest core that this process may use; with several ranks the highest ones, one for each.
+
+    Raises:
+        ValueError: a core that this process may not use (SGLang would not start), or that is no number.
+    """
+    usable = sorted(allowed)
+    if cores is None:
+        return None
+    if cores == "last":
+        if num_ranks > len(usable):
+            raise ValueError(f'engine.cpu_cores = "last" with tensor = {num_ranks}: only cores {usable} are allowed')
+        return "|".join(str(core) for core in usable[-num_ranks:])
+    try:
+        wanted = {core for part in re.split(r"[|,]", cores) for core in _core_range(part)}
+    except ValueError as error:
+        raise ValueError(f'engine.cpu_cores = {cores!r} is not "last", and not like "1", "0-3,8" or "0|1"') from error
+    if wanted - set(usable):
+        raise ValueError(
+            f"engine.cpu_cores = {cores!r}: this process may use cores {usable}, not {sorted(wanted - set(usable))}; "
+            'name others, or "last" for the highest one'
+        )
+    return cores
+
+
+def _core_range(part: str) -> range:
+    first, _, last = part.partition("-")
+    return range(int(first), int(last or first) + 1)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:  # another name
+        return False
 
 
 def _launch(command: list[str], config: EngineConfig, api_key: str, log_path: Path) -> "subprocess.Popen[bytes]":
@@ -154,7 +202,7 @@ def _launch(command: list[str], config: EngineConfig, api_key: str, log_path: Pa
     supervisor = [sys.executable, "-P", "-m", "megatron_sao.rollout.supervise", str(os.getpid()), str(log_path)]
     process = subprocess.Popen(
         [*supervisor, *command],
-        env=child_environment(os.environ, config.cpu_cores),
+        env=child_environment(os.environ, config),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=log_path.open("ab"),

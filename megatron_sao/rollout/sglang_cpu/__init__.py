@@ -7,10 +7,10 @@
   registers a host buffer with CUDA; here there is nothing to register it with.
 """
 
-import ctypes
 from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
+
+from megatron_sao.rollout.devices import visible_devices
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 
@@ -18,10 +18,8 @@ FLAGS = ("--device", "cpu", "--attention-backend", "torch_native")
 
 
 def is_needed() -> bool:
-    """Whether sglang must run on the CPU: torch is a CPU build, or the CUDA driver finds no device. Imports no torch,
-    which the controller does without.
-    """
-    return metadata.version("torch").endswith("+cpu") or _num_cuda_devices() == 0
+    """Whether sglang must run on the CPU: where placement finds no GPU either."""
+    return not visible_devices()
 
 
 def environment(cores: str | None, python_path: str | None) -> Mapping[str, str]:
@@ -31,14 +29,3 @@ def environment(cores: str | None, python_path: str | None) -> Mapping[str, str]
         "PYTHONPATH": ":".join(part for part in (str(STAND_INS), python_path) if part),
     }
     return variables if cores is None else variables | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
-
-
-def _num_cuda_devices() -> int:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
