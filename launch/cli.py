@@ -1,23 +1,27 @@
 """The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal."""
 
 import argparse
-import asyncio
 import logging
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
+from launch import bounded
 from launch.local import check, run_locally
 from launch.run_directory import LOG_DIRECTORY, run_directory
 from megatron_sao.config import Config, load
-from megatron_sao.controller.report import Summary, summary_table
+from megatron_sao.controller.report import summary_table
+from megatron_sao.controller.run import Work, load_work
 
 LOG = logging.getLogger(__name__)
 CONTROLLER_LOG = "controller.log"
+FORCE_SHARE = 0.8  # of the shutdown timeout; the rest is for the processes to be killed
 _EPILOG = """\
 examples:
   sao train configs/quickstart.toml
@@ -27,26 +31,27 @@ A value is TOML; a bare word is a string. A previous run in run.directory is mov
 """
 
 
-class Interrupted(Exception):
-    """A signal ended the run."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__(f"stopped by {number.name}")
-        self.number = number
+def main() -> NoReturn:
+    """The entry point. Nothing waits for threads that user code has left behind."""
+    bounded.leave(command(sys.argv[1:]))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+def command(arguments: Sequence[str]) -> int:
+    """One command; its exit status."""
+    options = parse_arguments(arguments)
     try:
         config = load(options.config, options.overrides)
         sys.path.insert(0, os.getcwd())  # import paths of the configuration may name a user's own module
         check(config)
+        work = _load(config)
         with run_directory(config) as directory:
             _log_to(directory / LOG_DIRECTORY / CONTROLLER_LOG)
-            return _train(config, directory)
+            return _train(config, directory, work)
     except ValueError as error:
         return _fail(str(error), 2)
-    except Interrupted as error:
+    except KeyboardInterrupt:  # nothing is started yet
+        return _fail("stopped by SIGINT", 128 + signal.SIGINT)
+    except bounded.Interrupted as error:
         return _fail(f"{error}; every process of the run has ended", 128 + error.number)
 
 
@@ -64,11 +69,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _train(config: Config, directory: Path) -> int:
-    """Run to the end; the error of a run in one paragraph, its traceback in the controller's log."""
+def _load(config: Config) -> Work:
     try:
-        summary = asyncio.run(_until_a_signal(config, directory))
-    except Interrupted as error:
+        return load_work(config)
+    except ValueError:
+        raise
+    except Exception as error:  # a border: modules that somebody else wrote
+        traceback.print_exc()
+        raise ValueError(f"loading prompts, episode and reward: {type(error).__name__}: {error}") from error
+
+
+def _train(config: Config, directory: Path, work: Work) -> int:
+    """Run to the end; the error of a run in one paragraph, its traceback in the controller's log."""
+    running = run_locally(config, directory, work)
+    try:
+        summary = bounded.run(running, force_after_s=config.run.shutdown_timeout_s * FORCE_SHARE)
+    except bounded.Interrupted as error:
         LOG.info("%s", error)
         raise
     except ValueError:
@@ -80,28 +96,6 @@ def _train(config: Config, directory: Path) -> int:
         return _fail(f"{type(error).__name__}: {error}\nEverything is stopped. More is in {log}", 1)
     Console().print(summary_table(summary))
     return 0
-
-
-async def _until_a_signal(config: Config, directory: Path) -> Summary:
-    """The run, cancelled by the first SIGINT or SIGTERM. Later ones change nothing: stopping is bounded anyway."""
-    loop = asyncio.get_running_loop()
-    running = asyncio.ensure_future(run_locally(config, directory))
-    received: list[signal.Signals] = []
-
-    def stop(number: signal.Signals) -> None:
-        if not received:
-            received.append(number)
-            sys.stderr.write(f"\n{number.name}: stopping everything\n")
-            running.cancel()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number)
-    try:
-        return await running
-    except asyncio.CancelledError:
-        if received:
-            raise Interrupted(received[0]) from None
-        raise
 
 
 class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
@@ -139,4 +133,4 @@ def _fail(message: str, status: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

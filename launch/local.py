@@ -14,100 +14,66 @@ import contextlib
 import logging
 import secrets
 import tempfile
-import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from launch.placement import Placement, place, visible_devices
-from launch.processes import POLL_S, ProcessDied, Supervisor, report
+from launch.processes import Supervisor
 from launch.role_processes import start_roles, stop_roles
 from launch.run_directory import LOG_DIRECTORY
-from launch.tasks import both, unless
-from megatron_sao.channel import ChannelServer, RoleDied, RoleError
+from launch.tasks import both
+from launch.watch import Watch
+from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
 from megatron_sao.controller.report import Summary
-from megatron_sao.controller.run import load_work, train, vocab_size
+from megatron_sao.controller.run import Work, load_work, train, vocab_size
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 
 LOG = logging.getLogger(__name__)
-BLAME_S = 3.0  # after an error: for the process behind it to be seen dead
 
 
-class Processes:
-    """Everything that a run has started: the ranks, and the engine once it is up."""
-
-    def __init__(self) -> None:
-        self.ranks = Supervisor()
-        self.engine: SGLangServer | None = None
-
-    def died(self) -> str | None:
-        """Who is gone that should be there, with the end of its log."""
-        ended = self.ranks.ended()
-        if ended:
-            return report(ended)
-        if self.engine is not None and not self.engine.alive():
-            return f"the engine died. The end of {self.engine.log_path}:\n{self.engine.tail()}"
-        return None
-
-    async def watch(self) -> None:
-        """Ends only by raising ProcessDied, or by cancellation."""
-        while self.died() is None:  # noqa: ASYNC110  (the kernel sets no event)
-            await asyncio.sleep(POLL_S)
-        await asyncio.sleep(POLL_S)  # one that took another with it is named too
-        raise ProcessDied(self.died())
-
-    async def blame(self, error: Exception) -> None:
-        """Raise ProcessDied if `error` is what the death of a process looks like from here."""
-        end_s = time.monotonic() + BLAME_S
-        while time.monotonic() < end_s:
-            if who := self.died():
-                raise ProcessDied(f"{who}\n(seen as: {error})") from error
-            await asyncio.sleep(POLL_S)
-
-
-async def run_locally(config: Config, directory: Path) -> Summary:
+async def run_locally(config: Config, directory: Path, work: Work | None = None) -> Summary:
     """Train by `config` in `directory`. All processes are stopped when it returns or raises.
+
+    Args:
+        work: what `load_work` made of `config`; loaded here, before any process, where it is not given.
 
     Raises:
         ValueError: what a person must change.
         ProcessDied: an engine or a rank died; it is named, with the end of its log.
         RuntimeError: anything else that went wrong in the run.
     """
-    placement = check(config)
-    processes = Processes()
-    try:
-        return await _run(config, directory, processes, placement)
-    except (RoleDied, RoleError, OSError, RuntimeError) as error:
-        if not isinstance(error, ProcessDied):
-            await processes.blame(error)
-        raise
-
-
-async def _run(config: Config, directory: Path, processes: Processes, placement: Placement) -> Summary:
+    placement, work = check(config), work or load_work(config)
     logs, grace_s = directory / LOG_DIRECTORY, config.run.shutdown_timeout_s / 5  # three stages, and the engine
+    ranks = Supervisor()
+    watch = Watch(ranks)
     LOG.info("starting the engine and the ranks; their logs are in %s", logs)
     async with contextlib.AsyncExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sao-")))  # mode 0700
-        stack.push_async_callback(asyncio.to_thread, processes.ranks.stop, grace_s)
+        stack.push_async_callback(asyncio.to_thread, ranks.stop, grace_s)
         server = ChannelServer()
         stack.push_async_callback(server.close)
         starting_roles = start_roles(
-            config, server=server, supervisor=processes.ranks, placement=placement, private=private, logs=logs
+            config, server=server, supervisor=ranks, placement=placement, private=private, logs=logs
         )
-        starting_engine = stack.enter_async_context(_engine(config, placement, processes, logs))
-        starting = both(starting_roles, starting_engine, grace_s=grace_s)
-        roles, engine = await unless(processes.watch(), starting, grace_s=grace_s)
-        training = train(config, load_work(config), actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
-        summary = await unless(processes.watch(), training, grace_s=grace_s)
-        await stop_roles(roles, processes.ranks)
+        starting_engine = stack.enter_async_context(_engine(config, placement, watch, logs))
+        roles, engine = await watch.over(both(starting_roles, starting_engine, grace_s=grace_s), grace_s=grace_s)
+        stack.callback(_fresh_threads)
+        training = train(config, work, actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
+        summary = await watch.over(training, grace_s=grace_s)
+        await stop_roles(roles, ranks)
         return summary
 
 
+def _fresh_threads() -> None:
+    """Before stopping, which uses threads: those of a reward that hangs may take up the loop's whole pool."""
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="stopping"))
+
+
 @contextlib.asynccontextmanager
-async def _engine(
-    config: Config, placement: Placement, processes: Processes, logs: Path
-) -> AsyncIterator[SGLangEngine]:
+async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path) -> AsyncIterator[SGLangEngine]:
     api_key = secrets.token_hex(32)
     model = config.model
     server = await SGLangServer.start(
@@ -117,7 +83,7 @@ async def _engine(
         api_key=api_key,
         log_path=logs / "engine.log",
     )
-    processes.engine = server
+    watch.engine = server
     client = SGLangEngine(
         server.url,
         api_key=api_key,
@@ -128,6 +94,7 @@ async def _engine(
     try:
         yield client
     finally:
+        watch.engine = None  # stopped by ourselves from here on
         await client.close()
         await server.stop()
 

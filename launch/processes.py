@@ -102,17 +102,6 @@ class Supervisor:
         statuses = [(process, process.status()) for process in self._processes]
         return [(process, status) for process, status in statuses if status is not None]
 
-    async def watch(self) -> None:
-        """Wait until a process ends, which it should not. Ends by cancellation only.
-
-        Raises:
-            ProcessDied: naming all that ended, with the ends of their logs.
-        """
-        while not (ended := self.ended()):  # noqa: ASYNC110  (the kernel sets no event)
-            await asyncio.sleep(POLL_S)
-        await asyncio.sleep(POLL_S)  # one that took another with it is named too
-        raise ProcessDied(report(self.ended() or ended))
-
     async def join(self, timeout_s: float) -> bool:
         """Wait for all processes to end by themselves. False: some did not within `timeout_s`."""
         end_s = time.monotonic() + timeout_s
@@ -137,7 +126,7 @@ class Supervisor:
             _signal_group(process, signal.SIGKILL)
         _kill(others)
         for process in self._processes:
-            process.popen.wait(REAP_S)
+            _reap(process)
         _wait_gone(others)
         self._processes.clear()
 
@@ -179,6 +168,14 @@ def _is_there(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
+
+
+def _reap(process: Process) -> None:
+    """A process that the kernel cannot end yet (a device, a dead file server) does not keep the others from it."""
+    try:
+        process.popen.wait(REAP_S)
+    except subprocess.TimeoutExpired:
+        LOG.warning("%s (process %d) is still there after SIGKILL", process.name, process.popen.pid)
 
 
 def _signal_group(process: Process, number: signal.Signals) -> None:

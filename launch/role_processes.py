@@ -15,13 +15,13 @@ from launch.processes import Supervisor
 from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
 from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
+from megatron_sao.rollout.server import NOT_INHERITED
 
 LOG = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 KEY_BYTES = 32
 RANK_COMMAND = (sys.executable, "-P", "-m", "megatron_sao.roles.main")
 STOP_S = 10.0  # for a role to end by itself after Stop
-NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

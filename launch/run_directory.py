@@ -28,9 +28,11 @@ def run_directory(config: Config) -> Iterator[Path]:
     final name is complete.
 
     Raises:
-        ValueError: the directory holds other files, or a run that is going on; or it cannot be made.
+        ValueError: the directory holds other files, a run that is going on, or a model that this run starts from; or
+            it cannot be made.
     """
     directory = Path(config.run.directory)
+    _check_models_stay(config, directory)
     try:
         moved = _move_aside(directory)
         (directory / LOG_DIRECTORY).mkdir(parents=True)
@@ -54,6 +56,15 @@ def remove_unfinished(directory: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         elif path.name.endswith(".partial"):
             path.unlink(missing_ok=True)
+
+
+def _check_models_stay(config: Config, directory: Path) -> None:
+    for key, path in (("model.path", config.model.path), ("critic.init", config.critic.init)):
+        if Path(path).resolve().is_relative_to(directory.resolve()):
+            raise ValueError(
+                f"{key} = {path!r} lies in run.directory = {str(directory)!r}, which is moved aside when a run starts: "
+                "give another run.directory"
+            )
 
 
 def _move_aside(directory: Path) -> Path | None:

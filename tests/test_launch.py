@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.cli import main
+from launch.cli import command
 from launch.placement import place
 from launch.run_directory import remove_unfinished, run_directory
 from launch.tasks import both, unless
@@ -74,7 +74,7 @@ def test_what_a_person_must_change_is_one_line_and_status_2(
     name: str, tmp_path: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     overrides, message = BAD[name]
-    assert main(["train", str(write_config()), *overrides]) == 2
+    assert command(["train", str(write_config()), *overrides]) == 2
     error = capsys.readouterr().err.strip()
     assert message in error
     assert error.splitlines()[-1].startswith("sao: error: ")
@@ -82,27 +82,61 @@ def test_what_a_person_must_change_is_one_line_and_status_2(
     assert not (tmp_path / "run").exists()
 
 
+UNUSABLE = {
+    "a path to no module": ("rollout.prompts=nowhere:prompts", "import path 'nowhere:prompts': there is no module"),
+    "fewer prompts than slots": ("rollout.prompts_args={split='train', size=5, seed=1}", "8"),
+    "an argument that the prompts do not take": ("rollout.prompts_args={sise=5}", "unexpected keyword argument 'sise'"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_what_a_user_brings_is_loaded_before_anything_is_written_or_started(
+    name: str, tmp_path: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    override, message = UNUSABLE[name]
+    (tmp_path / "config.json").write_text("{}")  # a model directory, as far as anybody looks
+    assert command(["train", str(write_config(str(tmp_path))), override]) == 2
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert last.startswith("sao: error: ")
+    assert message in last
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("key", ["model.path", "critic.init"])
+def test_a_model_in_the_runs_own_directory_is_refused_and_left_where_it_is(
+    key: str, tmp_path: Path, write_config: Callable[..., Path]
+) -> None:
+    with run_directory(config_of(write_config)) as directory:
+        (directory / "hf").mkdir()
+    config = load(write_config(), [f"{key}='{directory}/../run/hf'"])
+    with pytest.raises(ValueError, match=rf"{key} = .*/hf' lies in run.directory = .*/run', which is moved aside"):
+        with run_directory(config):
+            pass
+    assert (directory / "hf").is_dir()
+    assert not (tmp_path / "run.1").exists()
+
+
 def test_a_missing_config_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(tmp_path / "none.toml")]) == 2
+    assert command(["train", str(tmp_path / "none.toml")]) == 2
     assert "cannot read the config" in capsys.readouterr().err
 
 
 def test_help_and_no_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+        command(["--help"])
     assert "train by a TOML file" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        main([])
+        command([])
 
 
 def test_a_directory_with_other_files_is_refused_and_untouched(
-    tmp_path: Path, write_config: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, write_config: Callable[..., Path]
 ) -> None:
-    (tmp_path / "config.json").write_text("{}")  # looks like a model directory for as long as nobody reads it
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("ten years")
-    assert main(["train", str(write_config(str(tmp_path)))]) == 2
-    assert "holds files that are no run's" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="holds files that are no run's"):
+        with run_directory(config_of(write_config)):
+            pass
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 

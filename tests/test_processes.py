@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import subprocess
 import sys
 import textwrap
 import time
@@ -11,7 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launch import processes
 from launch.processes import ProcessDied, Supervisor, tail
+from launch.watch import Watch
 
 ENVIRONMENT = {"PATH": os.environ["PATH"]}
 SAY_PID = "import os, sys, time\nprint(os.getpid(), flush=True)\n"
@@ -76,6 +79,26 @@ def test_a_process_that_ignores_sigterm_is_killed_at_the_deadline(
     assert "killed after 0 s of SIGTERM: mule" in caplog.text
 
 
+def test_a_process_that_the_kernel_does_not_end_does_not_save_the_others(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first one's wait never succeeds (a FAKE of a process stuck in the kernel)."""
+    monkeypatch.setattr(processes, "REAP_S", 0.1)
+    logs = [start(supervisor, tmp_path, SLEEP, name) for name in ("stuck", "other")]
+    children = [pid for log in logs for pid in pids(log, 1)]
+
+    def wait(timeout: float) -> int:
+        raise subprocess.TimeoutExpired("stuck", timeout)
+
+    stuck = supervisor.processes[0].popen
+    with monkeypatch.context() as patch:
+        patch.setattr(stuck, "wait", wait)
+        supervisor.stop(1.0)
+    assert f"stuck (process {children[0]}) is still there after SIGKILL" in caplog.text
+    assert not psutil.pid_exists(children[1])
+    stuck.wait(10)
+
+
 @pytest.mark.parametrize("leaves", [False, True], ids=["in its group", "in a session of its own"])
 def test_a_grandchild_that_ignores_sigterm_is_ended_too(supervisor: Supervisor, tmp_path: Path, leaves: bool) -> None:
     code = PARENT.format(code=STUBBORN, leaves=leaves, then=SLEEP)
@@ -99,13 +122,13 @@ async def test_watch_names_the_process_that_died_its_status_and_the_end_of_its_l
     start(supervisor, tmp_path, SLEEP, "engine")
     start(supervisor, tmp_path, "print('line'); raise SystemExit('no memory')", "actor rank 1")
     with pytest.raises(ProcessDied, match=r"^actor rank 1 ended with status 1.*actor rank 1.log:\n(.*\n)*no memory"):
-        await asyncio.wait_for(supervisor.watch(), 20)
+        await asyncio.wait_for(Watch(supervisor).until_one_dies(), 20)
 
 
 async def test_watch_names_a_signal(supervisor: Supervisor, tmp_path: Path) -> None:
     start(supervisor, tmp_path, "import os; os.kill(os.getpid(), 9)", "critic rank 0")
     with pytest.raises(ProcessDied, match=r"critic rank 0 was killed by SIGKILL.*\n\(the log is empty\)"):
-        await asyncio.wait_for(supervisor.watch(), 20)
+        await asyncio.wait_for(Watch(supervisor).until_one_dies(), 20)
 
 
 async def test_join_waits_for_processes_that_end_by_themselves(supervisor: Supervisor, tmp_path: Path) -> None:
