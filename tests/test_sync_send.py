@@ -1,5 +1,6 @@
 """The sender alone: ranks that disagree, and waits that end."""
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from megatron_sao.sync import send
 from megatron_sao.sync.plan import digest, make_plan
 from megatron_sao.sync.send import WeightSender, compare_digests, open_store
 from tests.ranks import run_ranks
@@ -103,6 +105,41 @@ def test_a_broadcast_that_no_engine_takes_ends_by_its_deadline_or_a_cancel_and_l
         assert "the last broadcast failed" in results[f"again after {case}"][0]
         assert results[f"leave after {case}"][1] < 0.5
     assert "cancelled by the controller" in results["cancel"][0]
+
+
+def start_that_blocks(rank: int) -> dict[str, tuple[str, float]]:
+    """A fake start of a broadcast, which blocks as NCCL's does while an engine stays away from its communicator."""
+    results: dict[str, tuple[str, float]] = {}
+    free = threading.Event()
+
+    def blocked(*_: Any) -> dist.Work:
+        assert free.wait(30)
+        raise RuntimeError("the communicator was aborted")
+
+    send._start_broadcast = blocked
+    for case, timeout_s, cancelled in (("deadline", 1.0, lambda: False), ("cancel", 20.0, lambda: True)):
+        sender = WeightSender(ToySource(0, 1), rank=0, backend="gloo")
+        sender.listen()
+        sender.join(case, 1, 10.0)
+        sender.plan(full=True, bucket_bytes=100)
+        results[case] = outcome(sender.send, 1, timeout_s, cancelled)
+        results[f"again after {case}"] = outcome(sender.send, 1, timeout_s, cancelled)
+        start_s = time.monotonic()
+        sender.leave()
+        results[f"leave after {case}"] = "", time.monotonic() - start_s
+    free.set()
+    return results
+
+
+def test_a_broadcast_that_blocks_in_its_start_ends_by_its_deadline_or_a_cancel_and_leaving_does_not_wait() -> None:
+    (results,) = run_ranks(1, start_that_blocks, timeout_s=60)
+    for case, reason in (("deadline", "not done within 1.0 s"), ("cancel", "cancelled by the controller")):
+        message, seconds = results[case]
+        assert message.startswith("actor rank 0, publish phase send: bucket 1 of 30 bytes: "), message
+        assert reason in message
+        assert seconds < 3
+        assert "the last broadcast failed" in results[f"again after {case}"][0]
+        assert results[f"leave after {case}"][1] < 0.5
 
 
 def test_the_store_listens_on_its_host_alone() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from megatron_sao.types import Bucket, PublishPlan, TensorSpec
 LOG = logging.getLogger(__name__)
 Backend = Literal["gloo", "nccl"]
 Cancelled = Callable[[], bool]
+Result = TypeVar("Result")
 
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02
@@ -89,7 +90,7 @@ class WeightSender:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
-        self._pending: dist.Work | None = None
+        self._pending: Future[dist.Work] | None = None  # a broadcast: its start, then the work
 
     def plan(self, *, full: bool, bucket_bytes: int) -> PublishPlan:
         """The plan of the next sends, after all ranks have found that theirs is the same.
@@ -122,9 +123,10 @@ class WeightSender:
         if self._store is None or self._group is not None:
             raise self._error("connect", "call listen() first, once for each group")
         client = TCPStore(self._host, self._store.port, None, False, _STORE_TIMEOUT, wait_for_workers=False)
-        thread = _in_thread(lambda: build_group(client, self._backend, group_name, world_size, timeout_s))
+        thread = _in_thread("join", lambda: build_group(client, self._backend, group_name, world_size, timeout_s))
         try:
-            self._group = _wait_future(thread, timeout_s, cancelled)
+            _wait_until(thread.done, timeout_s, cancelled)
+            self._group = thread.result()
         except (RuntimeError, TimeoutError) as error:
             self._store = None  # closes the store, which ends the waits of both sides
             thread.add_done_callback(_discard_group)
@@ -156,11 +158,11 @@ class WeightSender:
     def leave(self) -> None:
         """Destroy the update group and its store, whatever they are doing. Does nothing where there is none."""
         held, self._group = [self._group], None  # the last reference: dropping it runs gloo's destructor
-        waiting = self._pending is not None and not self._pending.is_completed()
+        waiting = self._pending is not None and not _is_over(self._pending)
         self._pending = self._store = None
         if waiting:
-            # The destructor waits for the broadcast, which ends by its own deadline or with the peer. Until then its
-            # bytes must stay what they are: the next publish takes another buffer.
+            # The destructor waits for the broadcast, which ends by its own deadline, with the peer, or by the abort of
+            # its communicator. Until then its bytes must stay what they are: the next publish takes another buffer.
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             threading.Thread(target=_destroy, args=(held,), name="leave update group", daemon=True).start()
         else:
@@ -199,10 +201,12 @@ class WeightSender:
         options.rootRank, options.rootTensor, options.asyncOp = 0, 0, True
         # Our own deadline comes first on NCCL, whose watchdog would end this process at its own.
         options.timeout = timedelta(seconds=timeout_s if self._backend == "gloo" else 2 * timeout_s + 60)
+        # In a thread: the first broadcast of a group on NCCL makes the communicator, and blocks until the engines do.
+        group, stream = self._group, torch.cuda.current_stream() if self._backend == "nccl" else None
+        self._pending = pending = _in_thread("broadcast", lambda: _start_broadcast(group, flat, options, stream))
         try:
-            self._pending = self._group.broadcast([flat], options)
-            _wait_until(self._pending.is_completed, timeout_s, cancelled)
-            self._pending.wait()
+            _wait_until(lambda: _is_over(pending), timeout_s, cancelled)
+            pending.result().wait()
         except (RuntimeError, TimeoutError) as error:
             raise self._error("send", f"bucket {bucket} of {len(flat)} bytes: {error}") from error
         self._pending = None
@@ -275,8 +279,8 @@ def _wait_until(done: Callable[[], bool], timeout_s: float, cancelled: Cancelled
         pause_s = min(2 * pause_s, _MAX_POLL_S)
 
 
-def _in_thread(function: Callable[[], dist.ProcessGroup]) -> "Future[dist.ProcessGroup]":
-    future: Future[dist.ProcessGroup] = Future()
+def _in_thread(what: str, function: Callable[[], Result]) -> "Future[Result]":
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
@@ -284,13 +288,19 @@ def _in_thread(function: Callable[[], dist.ProcessGroup]) -> "Future[dist.Proces
         except Exception as error:  # noqa: BLE001  (the border of the thread: it is raised where the result is read)
             future.set_exception(error)
 
-    threading.Thread(target=run, name="join update group", daemon=True).start()
+    threading.Thread(target=run, name=f"update group: {what}", daemon=True).start()
     return future
 
 
-def _wait_future(future: "Future[dist.ProcessGroup]", timeout_s: float, cancelled: Cancelled) -> dist.ProcessGroup:
-    _wait_until(future.done, timeout_s, cancelled)
-    return future.result()
+def _start_broadcast(group: dist.ProcessGroup, flat: torch.Tensor, options: Any, stream: Any) -> dist.Work:
+    """`stream`: the CUDA stream that fills `flat`; the current one belongs to each thread alone."""
+    if stream is not None:
+        torch.cuda.set_stream(stream)
+    return group.broadcast([flat], options)
+
+
+def _is_over(broadcast: "Future[dist.Work]") -> bool:
+    return broadcast.done() and (broadcast.exception() is not None or broadcast.result().is_completed())
 
 
 def _discard_group(future: "Future[Any]") -> None:
