@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import math
@@ -442,6 +443,39 @@ def test_the_handshake_has_a_deadline_for_the_role() -> None:
         port = silent.getsockname()[1]
         with pytest.raises(HandshakeError, match="timed out"):
             connect("127.0.0.1", port, role="actor", key=KEY, timeout_s=0.2)
+
+
+async def test_half_a_frame_does_not_keep_a_role_for_ever() -> None:
+    async with tcp_pair() as (channel, connection):
+        connection._sock.settimeout(0.2)  # what `stall_s` sets
+        frame = encode_request(0, Describe(), {})
+        channel._writer.write(frame[:-3])  # type: ignore[attr-defined]
+        with pytest.raises(ProtocolError, match="nothing more came of a frame"):
+            await asyncio.wait_for(asyncio.to_thread(connection.receive, timeout_s=10), 5)
+
+
+async def test_a_role_with_many_open_files_still_hears_its_commands() -> None:
+    """select(2) knows 1024 of them."""
+    async with tcp_pair() as (channel, connection):
+        old, number = connection._sock, 1500
+        os.dup2(old.fileno(), number)
+        connection._sock = socket.socket(fileno=number)
+        old.close()
+        call = asyncio.create_task(channel.call(CriticValues(batch_id=0), timeout_s=10))
+        await asyncio.to_thread(answer_values, connection, 3)
+        assert len((await call).tensors["values"]) == 3
+
+
+@pytest.mark.parametrize("number", [errno.ETIMEDOUT, errno.EHOSTUNREACH], ids=errno.errorcode.get)
+async def test_a_connection_that_the_network_gave_up_fails_the_waiting_calls_at_once(number: int) -> None:
+    async with tcp_pair() as (channel, _):
+        call = asyncio.create_task(channel.call(Describe(), timeout_s=30))
+        await asyncio.sleep(0.05)
+        channel._reader.set_exception(OSError(number, os.strerror(number)))  # type: ignore[attr-defined]
+        with pytest.raises(RoleDied, match=os.strerror(number)):
+            await asyncio.wait_for(call, 5)
+        with pytest.raises(RoleDied, match=os.strerror(number)):
+            await channel.call(Stop(), timeout_s=30)
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from launch.placement import Placement
 from launch.processes import ProcessDied, Supervisor
 from launch.role_processes import Roles, rank_environment, rank_specs, spec_text, start_roles, stop_roles
+from launch.watch import Watch
 from megatron_sao.channel import (
     ActorUpdate,
     ChannelServer,
@@ -33,8 +34,9 @@ from megatron_sao.channel import (
     publish_plan_from,
 )
 from megatron_sao.config import Config, parse
+from megatron_sao.roles.critic import source_directory
 from megatron_sao.roles.spec import parse_spec
-from tests.tiny_models import load_hf, make_tiny_model
+from tests.tiny_models import load_hf, make_tiny_critic, make_tiny_model
 
 pytestmark = pytest.mark.ranks
 LENGTHS = (9, 14, 6, 11)
@@ -182,7 +184,7 @@ async def test_the_death_of_one_rank_is_seen_by_the_call_and_named_by_the_superv
         victim = next(process for process in supervisor.processes if process.name == "actor rank 1")
         psutil.Process(victim.popen.pid).kill()
         with pytest.raises(ProcessDied, match="actor rank 1 was killed by SIGKILL"):
-            await asyncio.wait_for(supervisor.watch(), 20)
+            await asyncio.wait_for(Watch(supervisor).until_one_dies(), 20)
         with pytest.raises((RoleError, RoleDied), match="actor"):
             await channels.actor.call(Score(), {"token_ids": PROMPT}, timeout_s=60)
 
@@ -192,6 +194,25 @@ async def test_what_a_role_refuses_is_a_value_error_with_its_words(tmp_path: Pat
     with pytest.raises(ValueError, match=r"actor: all ranks: ValueError: freeze patterns that match no"):
         async with roles(config, tmp_path):
             pass
+
+
+def test_a_critic_starts_from_a_critic_of_the_same_sizes_only(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model")
+
+    def source(init: Path | str) -> Path:
+        config = config_of(model, critic={"init": str(init)})
+        spec = next(s for s in rank_specs(config, port=1, key=b"k" * 32, private=tmp_path) if s.role == "critic")
+        return source_directory(spec)
+
+    assert source("policy") == model
+    critic = make_tiny_critic(tmp_path / "critic", model)
+    assert source(critic) == critic
+    with pytest.raises(ValueError, match=r'critic.init = .*model.* holds a policy.*critic.init = "policy"'):
+        source(model)
+    raw = json.loads((critic / "config.json").read_text())
+    (critic / "config.json").write_text(json.dumps({**raw, "vocab_size": 512, "hidden_size": 32}))
+    with pytest.raises(ValueError, match=r"vocab_size = 512 \(model.path: 320\), hidden_size = 32 \(model.path: 64\)"):
+        source(critic)
 
 
 def test_a_rank_starts_without_keys_in_its_environment_and_without_proxies(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from megatron_sao.channel import (
     connect,
 )
 from megatron_sao.megatron.shard import Shard
-from megatron_sao.roles.exchange import BrokenWorld, Exchange
+from megatron_sao.roles.exchange import BrokenWorld, Exchange, deadlines
 from megatron_sao.roles.shards import ShardMap, shard_of
 from megatron_sao.roles.worker import Worker
 
@@ -91,7 +91,9 @@ class ToyRole:
         return Answer(tensors={"logprobs": token_ids[1:].astype(np.float32)})
 
     def collective(self, bucket: int) -> None:
-        """Rank `bucket` fails before a collective that the others are in."""
+        """Rank `bucket` fails before a collective that the others are in; in bucket 7 rank 1 hangs before it."""
+        if bucket == 7 and self.rank == 1:
+            time.sleep(60)
         if bucket == self.rank:
             raise ValueError(f"bucket {bucket} is broken")
         dist.all_reduce(torch.zeros(1))
@@ -100,13 +102,14 @@ class ToyRole:
 def run_rank(rank: int, world_size: int, store: str, port: int, settings: tuple[int, float]) -> None:
     """One rank, as roles.main runs it; status 3 when the ranks lost each other."""
     torch.set_num_threads(1)
-    tensor_size, control_s = settings
-    model_timeout = timedelta(seconds=60)
+    tensor_size, command_s = settings
+    times = deadlines(command_s, GRACE_S)
+    model_timeout = timedelta(seconds=times.collective_s)
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=model_timeout
     )
     data_rank = rank // tensor_size
-    exchange = Exchange.create(data_rank=data_rank, timeout_s=control_s, grace_s=GRACE_S)
+    exchange = Exchange.create(data_rank=data_rank, timeout_s=times.control_s, grace_s=times.grace_s)
     connection = connect("127.0.0.1", port, role="critic", key=KEY, timeout_s=30) if rank == 0 else None
     try:
         Worker(ToyRole(rank, data_rank), exchange, connection, idle_s=0.2).run()
@@ -141,11 +144,11 @@ class Ranks:
 
 @contextlib.asynccontextmanager
 async def role(
-    store: Path, world_size: int, *, tensor_size: int = 1, control_s: float = 60.0
+    store: Path, world_size: int, *, tensor_size: int = 1, command_s: float = 60.0
 ) -> AsyncIterator[tuple[Channel, Ranks]]:
     server = ChannelServer()
     port = await server.start("127.0.0.1", KEY)
-    ranks = Ranks(world_size, store / "store", port, (tensor_size, control_s))
+    ranks = Ranks(world_size, store / "store", port, (tensor_size, command_s))
     try:
         yield await server.accept("critic", timeout_s=60), ranks
     finally:
@@ -192,7 +195,7 @@ async def test_failures_are_answered_by_rank_and_the_role_goes_on(tmp_path: Path
 
 
 async def test_ranks_wait_for_the_next_command_longer_than_their_deadline(tmp_path: Path) -> None:
-    async with role(tmp_path, 2, control_s=3.0) as (channel, _):
+    async with role(tmp_path, 2, command_s=3.0) as (channel, _):
         await asyncio.sleep(5.0)  # rank 0 gives the other a sign of life
         assert (await channel.call(Describe(), timeout_s=30)).data == {"batches": []}
 
@@ -223,6 +226,12 @@ async def test_a_rank_that_fails_before_a_collective_ends_the_role_within_the_gr
             await channel.call(PublishSend(bucket=failing, timeout_s=50), timeout_s=50)
         assert time.monotonic() - start_s < GRACE_S + 10
         assert await ranks.statuses() == [3, 3]
+
+
+async def test_a_rank_that_hangs_is_reported_before_the_controllers_deadline(tmp_path: Path) -> None:
+    async with role(tmp_path, 2, command_s=5.0) as (channel, _):
+        with pytest.raises(RoleError, match="critic failed in publish_send: .*[Tt]imed out"):
+            await channel.call(PublishSend(bucket=7, timeout_s=5), timeout_s=5.0)
 
 
 async def test_the_death_of_a_rank_ends_the_others(tmp_path: Path) -> None:

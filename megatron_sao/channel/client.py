@@ -4,6 +4,7 @@ A wait for a command is unblocked by a command, by `timeout_s`, or by the end of
 """
 
 import logging
+import math
 import select
 import socket
 import time
@@ -27,6 +28,7 @@ from megatron_sao.channel.frames import (
 )
 
 LOG = logging.getLogger(__name__)
+STALL_S = 300.0  # within a frame: for more of it to come, for it to be taken
 
 
 def connect(host: str, port: int, *, role: str, key: bytes, timeout_s: float) -> "RoleConnection":
@@ -59,6 +61,7 @@ class RoleConnection:
 
     def __init__(self, sock: socket.socket, role: str, limits: FrameLimits = FrameLimits()) -> None:
         self._sock, self._limits = sock, limits
+        self._sock.settimeout(STALL_S)
         self.role = role
         self._open: tuple[int, Command] | None = None  # received, not yet answered
 
@@ -69,13 +72,13 @@ class RoleConnection:
 
         Raises:
             ControllerGone: the connection ended.
-            ProtocolError: the bytes are no frames, or too large ones. The connection is of no use any more.
+            ProtocolError: the bytes are no frames, too large ones, or half of one for `STALL_S`. The connection is of
+                no use any more.
         """
         assert self._open is None, "the last command has no answer yet"
         end = time.monotonic() + timeout_s
         while _readable(self._sock, end - time.monotonic()):
-            self._sock.settimeout(None)
-            frame = read_frame(self._sock, self._limits)
+            frame = self._read_frame()
             request_id = request_id_of(frame)
             try:
                 _, command, tensors = decode_request(frame)
@@ -107,6 +110,12 @@ class RoleConnection:
 
     def close(self) -> None:
         self._sock.close()
+
+    def _read_frame(self) -> Frame:
+        try:
+            return read_frame(self._sock, self._limits)
+        except TimeoutError as error:
+            raise ProtocolError(f"nothing more came of a frame that had begun: {error}") from error
 
     def _take_open(self) -> tuple[int, Command]:
         assert self._open is not None, "there is no command to answer"
@@ -141,7 +150,9 @@ def _authenticate(sock: socket.socket, role: str, key: bytes) -> None:
 
 
 def _readable(sock: socket.socket, timeout_s: float) -> bool:
-    return bool(select.select([sock], [], [], max(0.0, timeout_s))[0])
+    poll = select.poll()  # select() takes no descriptor above 1023
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(math.ceil(1000 * max(0.0, timeout_s))))
 
 
 def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
@@ -150,7 +161,9 @@ def _read_exactly(sock: socket.socket, num_bytes: int) -> bytes:
     while done < num_bytes:
         try:
             got = sock.recv_into(view[done:])
-        except ConnectionError as error:
+        except TimeoutError:
+            raise
+        except OSError as error:
             raise ControllerGone(f"the controller closed the channel ({error})") from error
         if got == 0:
             raise ControllerGone("the controller closed the channel")

@@ -69,13 +69,13 @@ class TcpChannel:
         future: asyncio.Future[Frame] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(timeout_s) as deadline:
                 self._writer.write(request)  # whole into the buffer: a cancelled call never tears a frame
                 await self._writer.drain()
                 frame = await future
-        except TimeoutError:
-            raise RoleTimeout(self._role, command.name, timeout_s) from None
-        except ConnectionError as error:
+        except OSError as error:
+            if isinstance(error, TimeoutError) and deadline.expired():  # the network has a TimeoutError of its own
+                raise RoleTimeout(self._role, command.name, timeout_s) from None
             raise RoleDied(self._role, command.name, self._closed or str(error)) from None
         finally:
             del self._waiting[request_id]
@@ -101,6 +101,8 @@ class TcpChannel:
                     future.set_result(frame)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except OSError as error:
+            reason = f"the network gave up its connection: {error}"
         except ProtocolError as error:
             reason = f"it broke the protocol: {error}"
         self._end(reason)
@@ -154,7 +156,7 @@ class ChannelServer:
         except (HandshakeError, ProtocolError) as error:
             LOG.warning("refused a connection to the channel: %s", error)
             writer.close()
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        except (asyncio.IncompleteReadError, OSError):
             LOG.warning("a connection to the channel ended before it said who it is")
             writer.close()
         else:

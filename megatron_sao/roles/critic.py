@@ -8,6 +8,7 @@ from megatron_sao.channel import Answer, Command, CriticUpdate, CriticValues, Te
 from megatron_sao.config import CriticConfig
 from megatron_sao.megatron.checkpoint import load_critic
 from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.model import build_critic as build_model
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
@@ -16,6 +17,7 @@ from megatron_sao.roles.spec import CriticSpec
 from megatron_sao.roles.trained import TrainedRole
 
 ROUTER = "*.mlp.gate.*"  # HF name of a router's tensors
+SAME_AS_POLICY = ("architecture", "vocab_size", "hidden_size")
 
 
 class Critic:
@@ -40,7 +42,28 @@ def freeze_patterns(config: CriticConfig) -> tuple[str, ...]:
 
 
 def source_directory(spec: CriticSpec) -> Path:
-    return Path(spec.model.path if spec.config.init == "policy" else spec.config.init)
+    """What the critic starts from: the policy, by that word only, or an exported critic of the policy's sizes.
+
+    Raises:
+        ValueError: `critic.init` holds a policy (its value head would be zero), or a critic of another model.
+    """
+    if spec.config.init == "policy":
+        return Path(spec.model.path)
+    directory = Path(spec.config.init)
+    critic, policy = read_hf_config(directory), read_hf_config(spec.model.path)
+    if critic.role != "critic":
+        raise ValueError(
+            f'critic.init = {spec.config.init!r} holds a policy: give an exported critic, or critic.init = "policy" to '
+            "start from model.path with a zero value head"
+        )
+    differing = [
+        f"{name} = {getattr(critic, name)} (model.path: {getattr(policy, name)})"
+        for name in SAME_AS_POLICY
+        if getattr(critic, name) != getattr(policy, name)
+    ]
+    if differing:
+        raise ValueError(f"critic.init = {spec.config.init!r} is of another model: {', '.join(differing)}")
+    return directory
 
 
 def build_critic(spec: CriticSpec, parallel: Parallel, platform: Platform) -> Critic:

@@ -25,6 +25,25 @@ class BrokenWorld(RuntimeError):
     """The ranks of a role cannot talk to each other any more: this process must end."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Deadlines:
+    """Of a command, from the inside out, so that whoever can say more gives up first: collectives of the model; control
+    among the ranks, which reports them; the controller, which would only know that no answer came.
+    """
+
+    collective_s: float
+    control_s: float
+    grace_s: float  # how long a failed rank waits for the others
+
+
+def deadlines(command_timeout_s: float, grace_s: float) -> Deadlines:
+    return Deadlines(
+        collective_s=0.8 * command_timeout_s,
+        control_s=0.9 * command_timeout_s,
+        grace_s=min(grace_s, 0.1 * command_timeout_s),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class RankFailure:
     rank: int
@@ -41,7 +60,7 @@ class Exchange:
     peers: tuple[tuple[int, ...], ...]  # [data-parallel rank] global ranks that hold the same data, leader first
     world: Any
     peer_group: Any  # this rank's peers
-    timeout_s: float  # of the control group: the longest command
+    timeout_s: float  # of the control group: a little less than the longest command
     grace_s: float  # how long a failed rank waits for the others to finish the same command
     board: Any  # a torch Store, where a failed rank leaves its reason before it may have to end
 

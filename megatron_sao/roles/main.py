@@ -17,14 +17,13 @@ from megatron_sao.megatron.parallel import Parallel, initialize
 from megatron_sao.megatron.platform import Platform, install
 from megatron_sao.roles.actor import build_actor
 from megatron_sao.roles.critic import build_critic
-from megatron_sao.roles.exchange import BrokenWorld, Exchange
+from megatron_sao.roles.exchange import BrokenWorld, Exchange, deadlines
 from megatron_sao.roles.spec import ActorSpec, RankSpec, parse_spec
 from megatron_sao.roles.trained import Building
 from megatron_sao.roles.worker import Role, Worker
 
 LOG = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
-_MARGIN_S = 60.0  # control outlives the models' collectives, so that those fail first and can be reported
 
 
 def main() -> None:
@@ -56,6 +55,7 @@ def main() -> None:
 def run(spec: RankSpec) -> None:
     """Join the role's world, then execute commands until the end."""
     config, meeting = spec.config, spec.meeting
+    times = deadlines(config.command_timeout_s, meeting.grace_s)
     torch.set_num_threads(config.num_threads)
     torch.manual_seed(spec.seed)
     platform = install()
@@ -63,15 +63,11 @@ def run(spec: RankSpec) -> None:
         config.layout,
         rank=spec.rank,
         init_method=meeting.init_method,
-        timeout_s=config.command_timeout_s,
+        timeout_s=times.collective_s,
         platform=platform,
         seed=spec.seed,
     )
-    exchange = Exchange.create(
-        data_rank=parallel.data_rank,
-        timeout_s=config.command_timeout_s + _MARGIN_S,
-        grace_s=meeting.grace_s,
-    )
+    exchange = Exchange.create(data_rank=parallel.data_rank, timeout_s=times.control_s, grace_s=times.grace_s)
     connection = _connect(spec)
     role = Building(lambda: build(spec, parallel, platform, connection))
     Worker(role, exchange, connection).run()
