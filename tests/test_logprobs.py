@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from megatron_sao.megatron.logprobs import (
-    vocab_parallel_entropy,
     vocab_parallel_logprobs,
     vocab_parallel_logprobs_and_entropy,
 )
@@ -41,7 +40,7 @@ def on_rank(rank: int, size: int) -> dict[str, torch.Tensor]:
     group: Any = dist.group.WORLD
     logprobs = vocab_parallel_logprobs(leaf, targets, group)
     (gradient,) = torch.autograd.grad((logprobs * torch.arange(1, ROWS + 1)).sum(), leaf)
-    entropy = vocab_parallel_entropy(leaf, group)
+    _, entropy = vocab_parallel_logprobs_and_entropy(leaf, targets, group)
     (entropy_gradient,) = torch.autograd.grad(entropy.sum(), leaf)
     empty = vocab_parallel_logprobs(leaf[:0], targets[:0], group)
     assert empty.shape == (0,)

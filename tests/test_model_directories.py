@@ -244,11 +244,7 @@ def _place(tensor: int, expert: int) -> Parallel:
         data_group=None,
         expert_rank=0,
         expert_size=expert,
-        expert_group=None,
         expert_data_rank=0,
         expert_data_size=size // expert,
-        expert_data_group=None,
-        model_group=None,
-        expert_model_group=None,
         world_group=None,
     )

@@ -24,14 +24,8 @@ def vocab_parallel_logprobs(logits_Av: Tensor, targets_A: Tensor, group: Group) 
     return vocab_parallel_logprobs_and_entropy(logits_Av, targets_A, group)[0]
 
 
-def vocab_parallel_entropy(logits_Av: Tensor, group: Group) -> Tensor:
-    """Entropy [A] float32 in nats of each row's softmax, differentiable. Every rank of `group` must call it."""
-    targets_A = torch.zeros(logits_Av.shape[0], dtype=torch.int64, device=logits_Av.device)
-    return vocab_parallel_logprobs_and_entropy(logits_Av, targets_A, group)[1]
-
-
 def vocab_parallel_logprobs_and_entropy(logits_Av: Tensor, targets_A: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """Both at once, for one softmax."""
+    """Those log-probs, and the entropy [A] float32 in nats of each row's softmax; both differentiable, one softmax."""
     assert logits_Av.ndim == 2, f"logits {tuple(logits_Av.shape)}"
     assert targets_A.shape == logits_Av.shape[:1], f"{tuple(targets_A.shape)} targets, {tuple(logits_Av.shape)} logits"
     logprobs_A, entropy_A = _LogProbsAndEntropy.apply(logits_Av, targets_A, group)

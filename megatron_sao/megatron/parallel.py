@@ -33,14 +33,10 @@ class Parallel:
     data_rank: int
     data_size: int
     data_group: Group  # ranks that hold the same dense shard
-    expert_rank: int
+    expert_rank: int  # among the ranks that hold different experts of one whole model
     expert_size: int
-    expert_group: Group  # ranks that hold different experts of one whole model
-    expert_data_rank: int
+    expert_data_rank: int  # among the ranks that hold the same experts
     expert_data_size: int
-    expert_data_group: Group  # ranks that hold the same experts
-    model_group: Group  # ranks that hold one whole model's dense tensors: sums of norms
-    expert_model_group: Group  # ranks that hold one whole model's experts: sums of norms
     world_group: Group
 
     @property
@@ -113,11 +109,7 @@ def _read(rank: int, world_size: int) -> Parallel:
         data_group=data,
         expert_rank=dist.get_rank(expert),
         expert_size=dist.get_world_size(expert),
-        expert_group=expert,
         expert_data_rank=dist.get_rank(expert_data),
         expert_data_size=dist.get_world_size(expert_data),
-        expert_data_group=expert_data,
-        model_group=parallel_state.get_model_parallel_group(),
-        expert_model_group=parallel_state.get_expert_tensor_model_pipeline_parallel_group(),
         world_group=dist.group.WORLD,
     )
