@@ -203,20 +203,30 @@ async def test_the_first_failure_ends_the_other_side() -> None:
     assert await unless(slow(), asyncio.sleep(0, "done"), grace_s=1.0) == "done"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+MID_TRAINING = ("run.num_steps=1000", "rollout.reward=tests.test_end_to_end:reward", "publish.verify_first=false")
+
+
+@pytest.mark.parametrize(
+    ("number", "overrides"),
+    [(signal.SIGINT, ()), (signal.SIGTERM, MID_TRAINING)],
+    ids=["Ctrl-C while it starts", "SIGTERM in mid-training"],
+)
 def test_a_signal_stops_every_process_of_a_run_within_15_s(
-    number: signal.Signals, tmp_path: Path, write_config: Callable[..., Path]
+    number: signal.Signals, overrides: tuple[str, ...], tmp_path: Path, write_config: Callable[..., Path]
 ) -> None:
-    """Real ranks and a real engine, interrupted while they start."""
+    """Real ranks and a real engine."""
     config = write_config(str(make_tiny_model(tmp_path / "model")))
     with subprocess.Popen(
-        [sys.executable, "-m", "launch.cli", "train", str(config)],
+        [sys.executable, "-m", "launch.cli", "train", str(config), *overrides],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     ) as run:
         started = descendants(run, at_least=5)  # two actor ranks, a critic rank, the engine and its supervisor
+        if overrides:
+            wait_for_a_step(run, tmp_path / "run" / "metrics.jsonl")
+            started = descendants(run, at_least=5)
         start_s = time.monotonic()
         run.send_signal(number)
         run.send_signal(number)  # a person presses twice
@@ -226,6 +236,14 @@ def test_a_signal_stops_every_process_of_a_run_within_15_s(
     assert error.strip().endswith(f"sao: error: stopped by {number.name}; every process of the run has ended")
     assert not [process for process in started if process.is_running() and process.status() != "zombie"]
     assert not list((tmp_path / "run").glob(".*-*"))
+
+
+def wait_for_a_step(run: "subprocess.Popen[str]", metrics: Path) -> None:
+    end_s = time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text()):
+        assert run.poll() is None, run.stderr.read() if run.stderr else ""
+        assert time.monotonic() < end_s, "no step within 120 s"
+        time.sleep(0.1)
 
 
 def descendants(run: "subprocess.Popen[str]", *, at_least: int) -> list[psutil.Process]:
