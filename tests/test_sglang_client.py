@@ -157,12 +157,13 @@ async def test_closing_does_not_wait_for_aborts_that_a_hanging_engine_never_answ
         assert [task.cancelled() for task in aborts] == [True]
 
 
-async def test_a_refused_connection_is_tried_again() -> None:
+async def test_a_refused_connection_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sglang_client, "CONNECT_BACKOFF_S", 0.05)  # 0.35 s in all
     port = _free_port()
     engine = SGLangEngine(f"http://127.0.0.1:{port}", api_key=None, vocab_size=320, max_tokens=64)
     late = FakeEngine()
     task = asyncio.create_task(engine.generate(_request()))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.1)
     await late.start(port)
     assert len((await task).output_ids) == 6
     await late.stop()
