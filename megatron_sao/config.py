@@ -59,11 +59,11 @@ class LayoutConfig(Part):
 class OptimizerConfig(Part):
     """Adam, method.md section 3. The rate rises linearly over `warmup_updates` of this optimizer, then is constant."""
 
-    learning_rate: NonNegativeFloat
+    learning_rate: NonNegativeFloat  # after the warm-up
     clip_norm: PositiveFloat  # of the gradient over all trained parameters
     warmup_updates: NonNegativeInt = 10  # of this optimizer; then the rate is constant
-    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.98), strict=False)
-    eps: PositiveFloat = 1e-8
+    betas: tuple[Fraction, Fraction] = Field(default=(0.9, 0.98), strict=False)  # of Adam
+    eps: PositiveFloat = 1e-8  # of Adam
     weight_decay: NonNegativeFloat = 0.1  # none on norms, biases and the value head
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over data-parallel ranks
 
@@ -120,24 +120,24 @@ class CriticConfig(RoleConfig):
 class AlgorithmConfig(Part):
     """method.md sections 1 and 2. The epsilons are distances from 1: a ratio is trusted in (1-eps_low, 1+eps_high)."""
 
-    eps_low: Annotated[float, Field(gt=0, lt=1)]
-    eps_high: PositiveFloat
-    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0
+    eps_low: Annotated[float, Field(gt=0, lt=1)]  # 0.3: a ratio is trusted above 0.7
+    eps_high: PositiveFloat  # 5.0: a ratio is trusted below 6.0
+    gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount per action token
     alpha: Annotated[float, Field(gt=1, allow_inf_nan=False)] = (
         1.5  # lambda_policy = 1 - 1/(alpha * number of action tokens)
     )
-    lambda_critic: Annotated[float, Field(ge=0, le=1)] = 1.0
+    lambda_critic: Annotated[float, Field(ge=0, le=1)] = 1.0  # 1: the target is the return
     whiten_advantages: bool = False  # mean 0, deviation 1 over the step's action tokens
     advantage: Literal["gae", "zero"] = "gae"  # "zero" is a control: everything runs, nothing is learned
 
 
 class RolloutConfig(Part):
     prompts: ImportPath  # callable(**prompts_args) -> Sequence[Prompt]
-    prompts_args: dict[str, Any] = {}
+    prompts_args: dict[str, Any] = {}  # keyword arguments
     episode: ImportPath  # callable(tokenizer, **episode_args) -> Episode
-    episode_args: dict[str, Any] = {}
+    episode_args: dict[str, Any] = {}  # keyword arguments
     reward: ImportPath  # async callable(prompt, trajectories) -> Reward
-    reward_range: tuple[float, float] = Field(default=(0.0, 1.0), strict=False)
+    reward_range: tuple[float, float] = Field(default=(0.0, 1.0), strict=False)  # a reward outside is an error
     trajectories_per_step: PositiveInt = 128  # episodes a step takes
     max_lag: NonNegativeInt = 1  # slots = (max_lag + 1) * trajectories_per_step
     max_token_lag: NonNegativeInt | None = None  # drops a trajectory whose oldest token is older
@@ -146,8 +146,8 @@ class RolloutConfig(Part):
     max_turns: PositiveInt = 1  # after the last one the episode is scored as it is
     temperature: float = 1.0  # nothing else is accepted
     top_p: float = 1.0  # nothing else is accepted
-    episode_timeout_s: PositiveFloat = 3600.0
-    reward_timeout_s: PositiveFloat = 60.0
+    episode_timeout_s: PositiveFloat = 3600.0  # then it is dropped and counted
+    reward_timeout_s: PositiveFloat = 60.0  # then its episode is dropped and counted
     max_consecutive_failures: PositiveInt = 16  # broken episodes in a row before the run gives up
 
     @model_validator(mode="after")
@@ -182,19 +182,19 @@ class RolloutConfig(Part):
 class EngineConfig(Part):
     """One SGLang server, started, watched and stopped by the run."""
 
-    host: str = "127.0.0.1"
+    host: str = "127.0.0.1"  # what the server binds
     port: NonNegativeInt = 0  # 0: a free one
-    tensor: PositiveInt = 1
+    tensor: PositiveInt = 1  # tensor-parallel size
     max_total_tokens: PositiveInt | None = None  # KV cache; None: what SGLang finds
-    cpu_cores: str | None = None  # SGLANG_CPU_OMP_THREADS_BIND on a CPU, e.g. "1" or "0|1" for tensor = 2
-    start_timeout_s: PositiveFloat = 600.0
-    request_timeout_s: PositiveFloat = 1800.0
+    cpu_cores: str | None = None  # on a CPU: "last", "1", or "0|1" for tensor = 2; none: not bound
+    start_timeout_s: PositiveFloat = 600.0  # until it answers; also for the ranks to connect
+    request_timeout_s: PositiveFloat = 1800.0  # of one generation
     control_timeout_s: PositiveFloat = 60.0  # pause, flush, begin, end, continue
-    extra_args: tuple[str, ...] = Field(default=(), strict=False)
+    extra_args: tuple[str, ...] = Field(default=(), strict=False)  # of sglang.launch_server
 
 
 class PublishConfig(Part):
-    bucket_bytes: PositiveInt = 512 * 1024 * 1024
+    bucket_bytes: PositiveInt = 512 * 1024 * 1024  # one broadcast; a larger tensor gets a bucket of its own
     timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
     first_timeout_s: PositiveFloat = 900.0  # of the first connect and of a group's first bucket, where NCCL compiles
     verify_first: bool = True  # checksum, reset, publish version 0, compare
@@ -204,8 +204,8 @@ class PublishConfig(Part):
 class EvaluationConfig(Part):
     """Held-out prompts, run at temperature 1 before the first and after the last step."""
 
-    prompts: ImportPath
-    prompts_args: dict[str, Any] = {}
+    prompts: ImportPath  # callable(**prompts_args) -> Sequence[Prompt]; none of them may be trained on
+    prompts_args: dict[str, Any] = {}  # keyword arguments
     num_prompts: Annotated[int, Field(ge=2)] = 256  # an interval needs two
 
 

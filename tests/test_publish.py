@@ -89,7 +89,12 @@ async def running(
             actor = ScoringActor(await server.accept("actor", 90), fake)
             times = Timeouts(request_s=20, control_s=5)
             engine = SGLangEngine(fake.url, api_key=None, vocab_size=320, max_tokens=512, timeouts=times)
-            config = PublishConfig(**({"bucket_bytes": 150, "timeout_s": 3.0, "first_timeout_s": 10.0} | settings))
+            config = PublishConfig(
+                **(
+                    {"bucket_bytes": 150, "timeout_s": 3.0, "first_timeout_s": 10.0, "logprob_tolerance": 1e-2}
+                    | settings
+                )
+            )
             publisher = Publisher(engine, actor, config, engine_ranks=1, fixed_prompt=fixed_prompt(320))
             try:
                 yield Parts(fake, engine, actor, publisher)
