@@ -24,7 +24,7 @@ class ScriptedEngine:
     def __init__(
         self, weights: Mapping[str, Tensor], *, vocab_size: int, num_tokens: int, duration: Callable[[int], int]
     ) -> None:
-        self.weights = FakeWeights(weights)
+        self.weights = FakeWeights(weights, group_timeout_s=30.0)
         self._vocab_size, self._num_tokens, self._duration = vocab_size, num_tokens, duration
         self._version: WeightVersion = 0
         self._tick = asyncio.Event()
