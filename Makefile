@@ -27,6 +27,7 @@ test: setup
 quickstart: setup
 	$(BIN)/python -m tools.quickstart
 	$(BIN)/sao train configs/quickstart.toml
+	$(BIN)/python -m tools.plot runs/quickstart
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
