@@ -6,6 +6,7 @@
 import json
 import logging
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,14 +80,14 @@ async def train(
     region = TrustRegion(eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
     LOG.info("a token is trained on while its ratio is in %s", region)
     runner = _runner(config.rollout, work, engine=engine)
-    reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
-    parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
     measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine)
-    try:
-        return await _train(config, parts, measure=measure, run_directory=run_directory)
-    finally:
-        reporter.close()
-        await parts.service.stop(timeout_s=config.run.shutdown_timeout_s)
+    reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
+    with closing(reporter):
+        parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
+        try:
+            return await _train(config, parts, measure=measure, run_directory=run_directory)
+        finally:
+            await parts.service.stop(timeout_s=config.run.shutdown_timeout_s)
 
 
 async def _train(config: Config, parts: Parts, *, measure: Measure, run_directory: Path) -> Summary:
