@@ -114,12 +114,14 @@ class _StandardError(logging.StreamHandler):  # type: ignore[type-arg]
 
 
 def _log_to(path: Path) -> None:
-    """Everything into the controller's log; to a person at a terminal the progress display and warnings."""
+    """Everything into the controller's log; to a terminal what is started and warnings, the display says the rest."""
     to_file = logging.FileHandler(path, encoding="utf-8")
     to_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     to_stderr = _StandardError()
     to_stderr.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
-    to_stderr.setLevel(logging.WARNING if sys.stderr.isatty() else logging.INFO)
+    to_stderr.setLevel(logging.INFO)
+    if sys.stderr.isatty():
+        to_stderr.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith("launch"))
     for name in ("megatron_sao", "launch"):
         logger = logging.getLogger(name)
         logger.handlers = [to_file, to_stderr]
