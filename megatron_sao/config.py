@@ -183,7 +183,7 @@ class EngineConfig(Part):
     """One SGLang server, started, watched and stopped by the run."""
 
     host: str = "127.0.0.1"  # what the server binds
-    port: NonNegativeInt = 0  # 0: a free one
+    port: Annotated[int, Field(ge=0, le=65535)] = 0  # 0: a free one
     tensor: PositiveInt = 1  # tensor-parallel size
     max_total_tokens: PositiveInt | None = None  # KV cache; None: what SGLang finds
     cpu_cores: str | None = None  # on a CPU: "last", "1", or "0|1" for tensor = 2; none: not bound
@@ -198,7 +198,8 @@ class PublishConfig(Part):
     timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
     first_timeout_s: PositiveFloat = 900.0  # of the first connect and of a group's first bucket, where NCCL compiles
     verify_first: bool = True  # checksum, reset, publish version 0, compare
-    logprob_tolerance: PositiveFloat | None = None  # nats, engine against actor after each publish; None: by the dtype
+    logprob_tolerance: PositiveFloat | None = None  # max |engine - actor| after a publish, nats; none: 1e-4 in float32
+    logprob_mean_tolerance: PositiveFloat | None = None  # mean |engine - actor|; none: 0.5 in bfloat16
 
 
 class EvaluationConfig(Part):

@@ -69,6 +69,7 @@ def test_overrides_are_toml_values_and_bare_words_are_strings(minimal: Path) -> 
         ("critic.max_tokens_per_micro_batch=32", "is below"),
         ("algorithm.lambda_critic=0.9", "before_updates"),
         ("algorithm.alpha=1.0", "algorithm.alpha"),
+        ("engine.port=99999", "engine.port"),
         ("rollout.reward_range=[1, 0]", "holds no two rewards"),
         ("actor.optimizer.betas=[2.0, 0.9]", "betas"),
         ("evaluation={prompts='a.b:c', num_prompts=1}", "num_prompts"),

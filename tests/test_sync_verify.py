@@ -30,13 +30,24 @@ def test_a_reset_that_changes_nothing_is_an_error_and_what_it_leaves_is_said() -
     assert check_reset({"a": "1", "b": "2"}, {"a": "1", "b": "0"}) == ("a",)
 
 
-def test_log_probs_are_compared_by_their_largest_difference() -> None:
+def test_log_probs_are_compared_by_their_largest_and_their_mean_difference() -> None:
     assert logprob_difference([-1.0, -2.0], [-1.25, -2.0]) == 0.25
     assert logprob_difference([-1.0, -math.inf], [-1.0, -2.0]) == math.inf
     with pytest.raises(RuntimeError, match="shape"):
         logprob_difference([-1.0], [-1.0, -2.0])
-    assert check_logprobs([-1.0], [-1.001], tolerance=0.01, what="it") == pytest.approx(0.001)
-    with pytest.raises(RuntimeError, match=r"after it engine and actor differ by 0\.5 nats .*at token 2"):
+    both = check_logprobs([-1.0, -2.0], [-1.002, -2.0], tolerance=0.01, what="it")
+    assert both == pytest.approx((0.002, 0.001))
+    with pytest.raises(RuntimeError, match=r"after it engine and actor differ .* at most 0\.5 nats \(at token 2\)"):
         check_logprobs([-1.0, -2.0], [-1.0, -2.5], tolerance=0.01, what="it")
-    with pytest.raises(RuntimeError, match="differ by nan|differ by inf"):
-        check_logprobs([math.nan], [-1.0], tolerance=0.01, what="it")
+
+
+def test_without_a_limit_on_single_tokens_the_mean_decides() -> None:
+    one_flipped = [-1.0] * 9 + [-3.0]
+    assert check_logprobs(one_flipped, [-1.0] * 10, tolerance=None, mean_tolerance=0.5, what="it")[0] == 2.0
+    with pytest.raises(RuntimeError, match=r"by 1 in the mean"):
+        check_logprobs([-1.0] * 10, [-2.0] * 10, tolerance=None, mean_tolerance=0.5, what="it")
+
+
+def test_a_log_prob_that_is_not_finite_is_never_within_a_tolerance() -> None:
+    with pytest.raises(RuntimeError, match="at most inf"):
+        check_logprobs([math.nan], [-1.0], tolerance=None, what="it")

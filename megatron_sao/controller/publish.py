@@ -283,16 +283,18 @@ class Publisher:
             return {}
         what = f"publish of version {version} to engine {self._engine.name}"
         try:
-            difference = await self._logprob_difference(version, self._fixed_prompt, what)
+            largest, mean = await self._logprob_difference(version, self._fixed_prompt, what)
         except Failure as error:
             await self._withdraw()
             raise PublishError(what, "verify", None, str(error)) from error
         except RuntimeError:
             await self._withdraw()
             raise
-        return {"publish/logprob_max_difference": Metric(difference)}
+        return {"publish/logprob_max_difference": Metric(largest), "publish/logprob_mean_difference": Metric(mean)}
 
-    async def _logprob_difference(self, version: WeightVersion, prompt: Sequence[int], what: str) -> float:
+    async def _logprob_difference(
+        self, version: WeightVersion, prompt: Sequence[int], what: str
+    ) -> tuple[float, float]:
         tokens = {"token_ids": np.asarray(prompt, dtype=np.int32)}
         score = await self._engine.score(prompt)
         if score.cached_tokens or score.version != version:
@@ -301,9 +303,13 @@ class Publisher:
                 "cached tokens: the flush or the version did not reach the engine"
             )
         answer = await self._actor.call(Score(), tokens, timeout_s=self._settings.timeout_s)
-        tolerance = self._settings.logprob_tolerance
-        assert tolerance is not None, "whoever makes a Publisher with a fixed prompt knows the model's dtype"
-        return check_logprobs(score.logprobs, answer.tensors["logprobs"], tolerance=tolerance, what=what)
+        return check_logprobs(
+            score.logprobs,
+            answer.tensors["logprobs"],
+            tolerance=self._settings.logprob_tolerance,
+            mean_tolerance=self._settings.logprob_mean_tolerance,
+            what=what,
+        )
 
     async def _withdraw(self) -> None:
         """Stop an engine that serves other weights than it says."""

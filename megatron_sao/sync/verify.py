@@ -70,15 +70,29 @@ def logprob_difference(engine: ArrayLike, actor: ArrayLike) -> float:
     return float(np.abs(engine_P - actor_P).max())
 
 
-def check_logprobs(engine: Sequence[float], actor: ArrayLike, *, tolerance: float, what: str) -> float:
-    """The difference. Raises RuntimeError when it is above `tolerance`; `what` says which publish it was."""
-    difference = logprob_difference(engine, actor)
-    if difference <= tolerance:
-        return difference
-    worst = int(np.argmax(np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(actor, dtype=np.float64))))
+def check_logprobs(
+    engine: Sequence[float],
+    actor: ArrayLike,
+    *,
+    tolerance: float | None,
+    mean_tolerance: float | None = None,
+    what: str,
+) -> tuple[float, float]:
+    """max and mean |engine - actor| over the tokens. `what` says which publish it was.
+
+    Raises:
+        RuntimeError: one of them is above its tolerance (None: no limit), or a log-prob is not finite.
+    """
+    largest = logprob_difference(engine, actor)
+    differences = np.abs(np.asarray(engine, dtype=np.float64) - np.asarray(actor, dtype=np.float64))
+    mean = float(differences.mean())
+    within = (tolerance is None or largest <= tolerance) and (mean_tolerance is None or mean <= mean_tolerance)
+    if within and np.isfinite(largest):
+        return largest, mean
     raise RuntimeError(
-        f"after {what} engine and actor differ by {difference:.3g} nats on the fixed prompt (at token {worst + 1}), "
-        f"tolerance {tolerance:.3g}. If the first publish passed its checksums, look at the plan (a trained tensor "
-        "taken for a frozen one) and at the version that the engine serves; else at the name mapping (an expert left "
-        "out, gate and up swapped) and at the dtypes on both sides"
+        f"after {what} engine and actor differ on the fixed prompt by at most {largest:.3g} nats (at token "
+        f"{int(np.argmax(differences)) + 1}) and by {mean:.3g} in the mean; publish.logprob_tolerance is {tolerance}, "
+        f"publish.logprob_mean_tolerance {mean_tolerance}. If the first publish passed its checksums, look at the plan "
+        "(a trained tensor taken for a frozen one), the version that the engine serves and the dtypes on both sides; "
+        "else at the name mapping (an expert left out, gate and up swapped)"
     )
