@@ -3,12 +3,15 @@ that ignore SIGTERM and hide in sessions of their own. The live ones say so.
 """
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +39,21 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """.replace("KEY", repr(KEY))
 
+LEAVES = """
+import mmap, multiprocessing, os, socket, tempfile
+file = tempfile.NamedTemporaryFile(delete=False)
+bound = socket.socket(socket.AF_UNIX)
+bound.bind(os.path.join(tempfile.mkdtemp(prefix="pymp-"), "listener-12345678"))
+semaphore = multiprocessing.get_context("spawn").Semaphore()
+def share(path, mode):
+    with open(path, mode) as shared:
+        shared.truncate(4096)
+        return mmap.mmap(shared.fileno(), 4096)
+loads = share(f"/dev/shm/sglang_loads_{os.getpid()}_test.shm", "w+b")
+if os.environ.get("ALSO_MAPPED"):
+    also = share(os.environ["ALSO_MAPPED"], "r+b")
+"""
+
 PARENT = """
 import asyncio, sys, time
 from pathlib import Path
@@ -57,6 +75,20 @@ def model(tmp_path: Path) -> Path:
     directory.mkdir()
     (directory / "config.json").write_text("{}")
     return directory
+
+
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of this process and its children; short, as sockets need it."""
+    with tempfile.TemporaryDirectory(prefix="t-", dir="/tmp") as directory:
+        monkeypatch.setenv("TMPDIR", directory)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def _mapped_by(processes: list[psutil.Process]) -> list[Path]:
+    maps = " ".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
+    return [path for path in Path("/dev/shm").iterdir() if f" {path.stat().st_ino} " in maps]
 
 
 def _use(monkeypatch: pytest.MonkeyPatch, script: str) -> None:
@@ -133,17 +165,23 @@ async def test_the_key_is_kept_out_of_the_log_and_of_argv(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("victim", ["parent", "supervisor"])
-def test_nothing_survives_a_killed_parent_or_supervisor(model: Path, victim: str) -> None:
-    code = PARENT.format(script=STAND_IN, model=str(model), key=KEY, log=str(model.parent / "log"))
+def test_nothing_survives_a_killed_parent_or_supervisor(model: Path, victim: str, temporary: Path) -> None:
+    """No process; after the parent's death no file either."""
+    script = LEAVES + STAND_IN if victim == "parent" else STAND_IN
+    code = PARENT.format(script=script, model=str(model), key=KEY, log=str(model.parent / "log"))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "ready\n"
         processes = _tree(parent.pid)[1:]
-        assert len(processes) == 4
+        assert len(processes) >= 4
         if victim == "parent":
+            files = _mapped_by(processes)
+            assert len(files) == 2
+            assert list(temporary.glob("sao-*/*"))
             parent.kill()
             assert _all_gone(processes, 8)
+            assert not [path for path in [*files, *temporary.iterdir()] if path.exists()]
         else:
             processes[0].kill()
             assert _all_gone(processes[:2], 8)  # SGLang's own children watch their parent themselves
@@ -153,6 +191,52 @@ def test_nothing_survives_a_killed_parent_or_supervisor(model: Path, victim: str
         for process in processes:
             if process.is_running():
                 process.kill()
+
+
+@pytest.mark.parametrize("end", ["stopped", "its own tree killed"])
+async def test_a_server_leaves_no_file_and_takes_no_other_servers(
+    monkeypatch: pytest.MonkeyPatch, model: Path, temporary: Path, end: str
+) -> None:
+    _use(monkeypatch, LEAVES + STAND_IN)
+    others = [Path(f"/dev/shm/sglang_loads_{os.getpid()}_{what}.shm") for what in ("mapped", "idle")]
+    monkeypatch.setenv("ALSO_MAPPED", str(others[0]))
+    try:
+        for path in others:
+            path.write_bytes(bytes(4096))
+        with others[0].open("r+b") as file, mmap.mmap(file.fileno(), 4096):
+            server = await _start(model)
+            processes = _tree(server._process.pid)
+            files = set(_mapped_by(processes)) - set(others)
+            assert {path.name[:7] for path in files} == {"sglang_", "sem.mp-"}
+            await asyncio.sleep(1.0)  # the supervisor looks four times a second
+            if end != "stopped":
+                for process in reversed(processes[1:]):  # at the end nobody is left whose maps could be read
+                    process.kill()
+                assert _all_gone(processes, 8)
+            await server.stop()
+        assert not [path for path in files if path.exists()]
+        assert not os.listdir(temporary)
+        assert all(path.exists() for path in others)
+    finally:
+        for path in others:
+            path.unlink(missing_ok=True)
+
+
+async def test_the_servers_temporary_directory_is_private_and_short_enough_for_sockets(
+    monkeypatch: pytest.MonkeyPatch, model: Path, temporary: Path
+) -> None:
+    look = "import os, tempfile; d = tempfile.gettempdir(); print('files in', d, oct(os.stat(d).st_mode)[-3:])"
+    _use(monkeypatch, look + STAND_IN)
+    for parent in (temporary, temporary / ("long" * 20)):
+        parent.mkdir(exist_ok=True)
+        monkeypatch.setenv("TMPDIR", str(parent))
+        server = await _start(model)
+        await server.stop()
+        _, _, path, mode = next(line for line in server.tail().splitlines() if "files in" in line).split()
+        assert Path(path).parent == (temporary if parent is temporary else Path("/tmp"))
+        assert mode == "700"
+        assert len(f"{path}/pymp-12345678/listener-12345678") <= 107
+        assert path.rpartition("/")[2] not in os.listdir(Path(path).parent)
 
 
 async def test_children_that_a_dying_server_leaves_behind_are_ended(
@@ -321,18 +405,21 @@ async def test_a_live_server_keeps_its_key_binds_loopback_and_is_healthy_in_a_pa
 
 
 @pytest.mark.live
-def test_nothing_of_a_live_server_survives_a_killed_parent(live_server: LiveServer, tmp_path: Path) -> None:
-    """Neither processes nor shared memory."""
+def test_nothing_of_a_live_server_survives_a_killed_parent(
+    live_server: LiveServer, tmp_path: Path, temporary: Path
+) -> None:
+    """Neither processes nor shared memory, nor temporary files."""
     code = PARENT.format(script="", model=str(live_server.model_path), key=KEY, log=str(tmp_path / "log"))
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     assert parent.stdout.readline() == "ready\n"
     processes = _tree(parent.pid)[1:]
     assert len(processes) >= 4
-    maps = " ".join(Path(f"/proc/{process.pid}/maps").read_text() for process in processes)
-    files = [path for path in Path("/dev/shm").iterdir() if f" {path.stat().st_ino} " in maps]
+    files = _mapped_by(processes)
     assert any(path.name.startswith("sglang_loads_") for path in files)
+    assert [path for path in temporary.glob("sao-*/*") if path.is_socket()]
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
     assert _all_gone(processes, 10)
     assert not [path for path in files if path.exists()]
+    assert not list(temporary.iterdir())
