@@ -57,7 +57,7 @@ class LayoutConfig(Part):
 
 
 class OptimizerConfig(Part):
-    """Adam, method.md section 3. The rate rises linearly over `warmup_updates` of this optimizer, then is constant."""
+    """Adam. The rate rises linearly over `warmup_updates` of this optimizer, then is constant."""
 
     learning_rate: NonNegativeFloat  # after the warm-up
     clip_norm: PositiveFloat  # of the gradient over all trained parameters
@@ -73,7 +73,7 @@ class RoleConfig(Part):
 
     layout: LayoutConfig = LayoutConfig()
     optimizer: OptimizerConfig
-    freeze: tuple[str, ...] = Field(default=(), strict=False)  # glob patterns over HF names; each must match
+    freeze: tuple[str, ...] = Field(default=(), strict=False)  # globs over HF names; one without a match is an error
     max_tokens_per_micro_batch: PositiveInt = 8192  # the packing budget; the longest trajectory must fit
     recompute: Literal["none", "full"] = "none"  # activations of every layer are computed again in the backward
     num_threads: PositiveInt = 1  # per rank, on a CPU
@@ -98,7 +98,7 @@ class ActorConfig(RoleConfig):
 class CriticConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0)
     init: str = "policy"  # "policy", or the directory of an exported critic
-    freeze: tuple[str, ...] = Field(default=("*.self_attn.*",), strict=False)
+    freeze: tuple[str, ...] = Field(default=("*.self_attn.*",), strict=False)  # globs over HF names
     train_router: bool = True  # false: frozen like attention
     num_updates: PositiveInt = 2  # K, per actor update, on the same batch
     values: Literal["after_updates", "before_updates"] = "after_updates"  # which critic the advantages use
@@ -118,14 +118,12 @@ class CriticConfig(RoleConfig):
 
 
 class AlgorithmConfig(Part):
-    """method.md sections 1 and 2. The epsilons are distances from 1: a ratio is trusted in (1-eps_low, 1+eps_high)."""
+    """docs/method.md. The epsilons are distances from 1: a ratio is trusted in (1-eps_low, 1+eps_high)."""
 
     eps_low: Annotated[float, Field(gt=0, lt=1)]  # 0.3: a ratio is trusted above 0.7
     eps_high: PositiveFloat  # 5.0: a ratio is trusted below 6.0
     gamma: Annotated[float, Field(gt=0, le=1)] = 1.0  # discount per action token
-    alpha: Annotated[float, Field(gt=1, allow_inf_nan=False)] = (
-        1.5  # lambda_policy = 1 - 1/(alpha * number of action tokens)
-    )
+    alpha: Annotated[float, Field(gt=1, allow_inf_nan=False)] = 1.5  # lambda_policy = 1 - 1/(alpha * l), l actions
     lambda_critic: Annotated[float, Field(ge=0, le=1)] = 1.0  # 1: the target is the return
     whiten_advantages: bool = False  # mean 0, deviation 1 over the step's action tokens
     advantage: Literal["gae", "zero"] = "gae"  # "zero" is a control: everything runs, nothing is learned

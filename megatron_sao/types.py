@@ -41,12 +41,12 @@ class Message:
 class Prompt:
     """One item of the prompt stream.
 
-    >>> Prompt(id="sum/7", position=7, messages=(Message(role="user", content="2 + 2 ="),), data={"answer": "4"})
+    >>> Prompt(id="sum/7", messages=(Message(role="user", content="2 + 2 ="),), data={"answer": "4"})
     """
 
     id: str
-    position: int  # place in the stream, from 0; episodes are admitted in this order
     messages: tuple[Message, ...]
+    position: int = 0  # place in the stream, set when the prompt is admitted
     data: Mapping[str, Any] = field(default_factory=dict)  # whatever the environment and the reward need
 
     def __post_init__(self) -> None:

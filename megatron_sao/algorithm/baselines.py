@@ -1,4 +1,4 @@
-"""Advantages of the baselines that run beside SAO (method table in docs/method.md). One number per trajectory.
+"""Advantages of baselines: running mean and group (docs/method.md). One number per trajectory.
 
 They take the place of the critic: every action token of a trajectory gets the trajectory's advantage.
 """

@@ -40,7 +40,7 @@ class Parts:
 
 
 async def critic_only_phase(parts: Parts, config: CriticConfig) -> None:
-    """Value pre-training before the first actor step (method.md section 3).
+    """Value pre-training before the first actor step (docs/method.md).
 
     Consumes batches of the start policy, produces critic updates. Waits for episodes; unblocked by the rollout service.
     Ends after `critic_only_steps` once explained variance exceeds `min_explained_variance`.

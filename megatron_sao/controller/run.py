@@ -87,10 +87,10 @@ async def train(
     region = TrustRegion(eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
     LOG.info("a token is trained on while its ratio is in %s", region)
     runner = _runner(config.rollout, work, engine=engine)
-    measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine)
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
     with closing(reporter):
         parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
+        measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine, reporter=reporter)
         try:
             return await _train(config, parts, measure=measure, run_directory=run_directory)
         finally:
@@ -101,7 +101,6 @@ async def _train(config: Config, parts: Parts, *, measure: Measure, run_director
     reporter = parts.reporter
     reporter.phase("first publish: every tensor of the engine is compared")
     await parts.publisher.first_publish()
-    reporter.phase("evaluating the start policy")
     before = await measure(version=0)
 
     parts.service.start()
@@ -114,7 +113,6 @@ async def _train(config: Config, parts: Parts, *, measure: Measure, run_director
     policy_directory, critic_directory = run_directory / POLICY_DIRECTORY, run_directory / CRITIC_DIRECTORY
     await parts.actor.export(policy_directory)
     await parts.critic.export(critic_directory)
-    reporter.phase(f"evaluating version {version}")
     after = await measure(version=version)
     await parts.publisher.close()
     return reporter.summary(
@@ -127,10 +125,11 @@ async def _train(config: Config, parts: Parts, *, measure: Measure, run_director
 
 
 async def _evaluate(
-    *, version: WeightVersion, prompts: Sequence[Prompt], runner: EpisodeRunner, engine: Engine
+    *, version: WeightVersion, prompts: Sequence[Prompt], runner: EpisodeRunner, engine: Engine, reporter: Reporter
 ) -> Evaluation | None:
     if not prompts:
         return None
+    reporter.phase(f"evaluating version {version} on {len(prompts)} held-out prompts")
     return await evaluate(
         prompts, run_episodes=partial(run_prompts, runner=runner), engine=engine, expected_version=version
     )

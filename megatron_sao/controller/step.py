@@ -1,4 +1,4 @@
-"""One SAO step over a batch: the method on one page (method.md sections 1 to 3; arXiv 2607.07508 eq. 1-5).
+"""One SAO step over a batch: the method on one page (docs/method.md; arXiv 2607.07508 eq. 1-5).
 
     batch ──> critic: K updates towards the returns ──> fresh values ──> skip-observation GAE ──> actor: DIS update
 

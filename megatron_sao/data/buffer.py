@@ -1,4 +1,4 @@
-"""Slots and finished episodes: what bounds lag (method.md section 4, Admission).
+"""Slots and finished episodes: what bounds lag (docs/method.md).
 
 A slot is reserved before an episode starts. It is freed when the episode is dropped, or by `release`, once the weights
 trained from it are live. With (max_lag + 1) * trajectories_per_step slots, an episode that finishes in admission order

@@ -272,7 +272,10 @@ def _write_weights(
 
 
 def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
+    path.touch()
+    mode = path.stat().st_mode  # the user's usual one; safetensors makes its files private
     save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(mode)
 
 
 def _write_config(directory: Path, source: Path, role: Role, dtype: torch.dtype) -> None:
