@@ -121,7 +121,7 @@ def _log_to(path: Path) -> None:
     to_stderr.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     to_stderr.setLevel(logging.INFO)
     if sys.stderr.isatty():
-        to_stderr.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith("launch"))
+        to_stderr.addFilter(lambda record: record.levelno >= logging.WARNING or ".controller." not in record.name)
     for name in ("megatron_sao", "launch"):
         logger = logging.getLogger(name)
         logger.handlers = [to_file, to_stderr]

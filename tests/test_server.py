@@ -282,10 +282,16 @@ async def test_a_cancelled_start_leaves_no_process(monkeypatch: pytest.MonkeyPat
     assert not _supervisors(model.parent / "log")
 
 
-async def test_a_free_port_that_was_lost_is_replaced_by_another(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+@pytest.mark.parametrize(
+    "then", ["sys.exit(1)", "time.sleep(600)"], ids=["and it ends", "and it stays, as SGLang does"]
+)
+async def test_a_free_port_that_was_lost_is_replaced_by_another(
+    monkeypatch: pytest.MonkeyPatch, model: Path, then: str
+) -> None:
     ports = model.parent / "ports"
-    lost = f"import sys; open({str(ports)!r}, 'a').write(sys.argv[1] + '\\n')\n"
-    lost += f"if len(open({str(ports)!r}).readlines()) < 3: print('[Errno 98] address already in use'); sys.exit(1)\n"
+    said = "print('[Errno 98] address already in use', flush=True)"
+    lost = f"import sys, time; open({str(ports)!r}, 'a').write(sys.argv[1] + '\\n')\n"
+    lost += f"if len(open({str(ports)!r}).readlines()) < 3: {said}; {then}\n"
     _use(monkeypatch, lost + STAND_IN)
     server = await _start(model)
     await server.stop()

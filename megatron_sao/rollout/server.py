@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import ipaddress
 import json
+import logging
 import os
 import re
 import socket
@@ -27,12 +28,14 @@ import psutil
 from megatron_sao.config import EngineConfig
 from megatron_sao.rollout import sglang_cpu, supervise
 
+LOG = logging.getLogger(__name__)
 PORT_ATTEMPTS = 3
 LOG_TAIL_LINES = 30
 POLL_S = 0.2
 PROBE_TIMEOUT_S = 5.0
 STOP_TIMEOUT_S = supervise.GRACE_S + 3.0
 PORT_TAKEN = "address already in use"
+PROGRESS_S = 20.0
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -73,10 +76,13 @@ class SGLangServer:
     def tail(self) -> str:
         """The last lines of the log."""
         try:
-            lines = self.log_path.read_text(encoding="utf-8", errors="replace").splitlines()
+            return "\n".join(self._log().splitlines()[-LOG_TAIL_LINES:])
         except OSError as error:
             return f"(no log: {error})"
-        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def _log(self) -> str:
+        """What this server has written: every attempt to start begins an empty one."""
+        return self.log_path.read_text(encoding="utf-8", errors="replace")
 
     async def stop(self) -> None:
         """End every process of the server, in at most `STOP_TIMEOUT_S` and a moment. May be called again."""
@@ -94,23 +100,31 @@ class SGLangServer:
 
     async def _wait_until_ready(self, api_key: str, deadline: float, *, may_lose_port: bool) -> bool:
         """False: another process took the free port first. Everything but True leaves no process behind."""
-        ready = False
+        outcome = "did not answer before its deadline"
+        ready, start_s, said_s = False, time.monotonic(), 0.0
         try:
-            while self.alive() and time.monotonic() < deadline:
-                if await _answers(self.url, api_key):
-                    ready = True
+            while time.monotonic() < deadline:
+                if not self.alive():
+                    outcome = f"ended with status {self._process.returncode}"
+                    break
+                if PORT_TAKEN in self._log().lower():  # SGLang does not always end then
+                    outcome = "lost its port to another process"
+                    break
+                if ready := await _answers(self.url, api_key):
                     return True
                 await asyncio.sleep(POLL_S)
-            ended = not self.alive()
+                if (waited_s := time.monotonic() - start_s) > said_s + PROGRESS_S:
+                    said_s = waited_s
+                    LOG.info("the engine is starting, %.0f s; its log is %s", waited_s, self.log_path)
         finally:
             if not ready:
                 await self.stop()
-        if ended and may_lose_port and PORT_TAKEN in self.tail().lower():
+        if may_lose_port and PORT_TAKEN in self._log().lower():
             return False
-        what = f"ended with status {self._process.returncode}" if ended else "did not answer before its deadline"
         raise RuntimeError(
-            f"the SGLang server for {self.url} {what}. Look for the cause in {self.log_path} (a wrong model directory, "
-            f"too little memory, or engine.start_timeout_s too short for this machine). Its end:\n{self.tail()}"
+            f"the SGLang server for {self.url} {outcome}. Look for the cause in {self.log_path} (a wrong model "
+            "directory, too little memory, or engine.start_timeout_s too short for this machine). Its end:\n"
+            f"{self.tail()}"
         )
 
 
