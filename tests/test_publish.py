@@ -229,7 +229,7 @@ async def test_an_engine_that_dies_ends_the_publish_and_leaves_the_actor_at_work
 async def test_wrong_log_probs_after_a_publish_withdraw_the_engine() -> None:
     async with running() as parts:
         parts.actor.error = 0.5
-        with pytest.raises(RuntimeError, match=r"differ by 0\.5 nats on the fixed prompt"):
+        with pytest.raises(RuntimeError, match=r"differ on the fixed prompt by at most 0\.5 nats"):
             await parts.publisher.publish(1)
         assert parts.fake.paused == "retract"
         assert not parts.publisher.engine_is_known

@@ -127,7 +127,7 @@ async def test_one_wrong_expert_in_a_later_publish_is_seen_by_the_log_probs(
         await parts.set_weights(OTHER)
         await parts.publisher.publish(1, full=True)
         await parts.set_weights(broken)
-        with pytest.raises(RuntimeError, match="nats on the fixed prompt"):
+        with pytest.raises(RuntimeError, match="differ on the fixed prompt"):
             await parts.publisher.publish(2)
 
 
