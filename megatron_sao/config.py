@@ -28,6 +28,7 @@ class RunConfig(Part):
     directory: str  # everything that a run writes lies below it
     num_steps: PositiveInt  # actor updates
     seed: NonNegativeInt = 0  # of the order of prompts and of the ranks
+    loop: Literal["serial", "overlapped"] = "serial"  # overlapped: the critic is one batch ahead of the actor
     deterministic: bool = False  # batches in admission order, not in order of completion
     shutdown_timeout_s: PositiveFloat = 15.0  # for all processes to end
 
@@ -192,6 +193,8 @@ class EngineConfig(Part):
 
 
 class PublishConfig(Part):
+    pause: Literal["retract", "in_place"] = "retract"  # running episodes' KV: computed again, or kept
+    sender: Literal["gather", "direct"] = "gather"  # all from rank 0, or each expert from the rank that owns it
     bucket_bytes: PositiveInt = 512 * 1024 * 1024  # one broadcast; a larger tensor gets a bucket of its own
     timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
     first_timeout_s: PositiveFloat = 900.0  # of the first connect and of a group's first bucket, where NCCL compiles
@@ -210,6 +213,7 @@ class EvaluationConfig(Part):
 
 class MetricsConfig(Part):
     tensorboard: bool = True  # written where the package is installed
+    trace: bool = True  # RUN/trace.json, in Chrome's format: a row for each role, engine and the publish
 
 
 class Config(Part):
