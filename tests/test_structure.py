@@ -13,6 +13,7 @@ LAYERS = {
     "types": 0,
     "config": 0,
     "metrics": 0,
+    "trace": 0,
     "algorithm": 1,
     "channel": 1,
     "megatron": 2,
@@ -22,7 +23,7 @@ LAYERS = {
     "roles": 4,
     "controller": 4,
 }
-NO_TORCH = ("types", "config", "metrics")
+NO_TORCH = ("types", "config", "metrics", "trace")
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 400
 MAX_NESTING = 3

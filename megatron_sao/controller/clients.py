@@ -13,7 +13,10 @@ from numpy.typing import NDArray
 
 from megatron_sao.channel import Channel, Tensors
 from megatron_sao.channel.commands import (
+    NO_TENSORS,
     ActorUpdate,
+    Answer,
+    Command,
     CriticUpdate,
     CriticValues,
     DropBatch,
@@ -24,9 +27,23 @@ from megatron_sao.channel.commands import (
 from megatron_sao.config import RoleConfig
 from megatron_sao.data.packing import pack, packing_metrics
 from megatron_sao.metrics import Metric
+from megatron_sao.trace import Trace
 from megatron_sao.types import Batch, WeightVersion
 
 Metrics = Mapping[str, Metric]
+
+
+class TracedChannel:
+    """A role's channel; each call is a span in the row of the role, named by the command."""
+
+    def __init__(self, channel: Channel, trace: Trace) -> None:
+        self._channel, self._trace = channel, trace
+        self.role, self.close = channel.role, channel.close
+
+    async def call(self, command: Command, tensors: Tensors = NO_TENSORS, *, timeout_s: float) -> Answer:
+        args = command.model_dump(include={"batch_id", "version", "bucket"})
+        with self._trace.span(self.role, command.name, **args):
+            return await self._channel.call(command, tensors, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,20 @@
-"""The serial loop, the specification: one step after the other, while episodes run on.
+"""The serial loop, the specification, and the overlapped one beside it. Engines generate all the time in both.
 
-    take ──> step ──> publish ──> release the slots ──> take ...          engines generate all the time
+    serial        take 0 ─> critic 0 ─> actor 0, publish, release ─> take 1 ─> critic 1 ─> actor 1, publish, release ...
 
-(The overlapped loop will stand beside it, over the same `step.py`.)
+    overlapped    take 0 ─> critic 0 ─> actor 0, publish, release ─> actor 1, publish, release ─> ...
+                                        take 1 ─> critic 1           take 2 ─> critic 2
+
+The same two parts of `step.py`: given the same batches, both loops make identical updates. The overlap costs slots:
+two batches hold theirs, of (max_lag + 1) * trajectories_per_step, so that engines have new episodes to begin during an
+actor update only from max_lag = 2 on. With max_lag = 0 batch n+1 begins when n is released, and nothing overlaps.
 """
 
+import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,11 +22,15 @@ from megatron_sao.config import CriticConfig
 from megatron_sao.controller.clients import ActorClient, CriticClient
 from megatron_sao.controller.publish import Publisher
 from megatron_sao.controller.report import Reporter
-from megatron_sao.controller.step import StepSettings, critic_step, sao_step
+from megatron_sao.controller.step import StepSettings, Valued, actor_part, critic_part, critic_step
 from megatron_sao.data.buffer import TrajectoryBuffer
 from megatron_sao.metrics import Metric, Record, merge
 from megatron_sao.rollout.service import RolloutService
 from megatron_sao.types import Batch, Trajectory, WeightVersion
+
+Metrics = Mapping[str, Metric]
+FirstT = TypeVar("FirstT")
+SecondT = TypeVar("SecondT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +48,17 @@ class Parts:
     max_lag: int
     in_order: bool  # batches in admission order (deterministic runs), else in order of completion
     episode_timeout_s: float  # the longest that a step's last episode may take
+    step_timeout_s: float  # the same, after a whole step and publish that first have to free its slot
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """A valued batch that waits for the actor, and holds its slots."""
+
+    episodes: Sequence[Sequence[Trajectory]]
+    valued: Valued
+    rollout: Metrics
+    taken_s: float  # when, on the monotonic clock
 
 
 async def critic_only_phase(parts: Parts, config: CriticConfig) -> None:
@@ -59,7 +81,7 @@ async def critic_only_phase(parts: Parts, config: CriticConfig) -> None:
                 "critic.max_critic_only_steps, or set critic.continue_below_min_explained_variance"
             )
         start_s = time.monotonic()
-        episodes, batch, rollout = await _next_batch(parts, batch_id=step, version=0)
+        episodes, batch, rollout = await _next_batch(parts, batch_id=step, version=0, timeout_s=parts.episode_timeout_s)
         metrics = await critic_step(batch, critic=parts.critic, settings=parts.settings)
         parts.buffer.release(episodes)  # no new weights will come from it
         record = merge([rollout, metrics, {"time/step_s": Metric(time.monotonic() - start_s)}])
@@ -75,28 +97,84 @@ async def serial_loop(parts: Parts, *, num_steps: int, first_batch_id: int) -> W
     the publish; frees slots once the weights trained from them are live, which unblocks the rollout service.
     """
     for version in range(num_steps):
-        start_s = time.monotonic()
-        episodes, batch, rollout = await _next_batch(parts, batch_id=first_batch_id + version, version=version)
-        wait_s = time.monotonic() - start_s
-        trained = await sao_step(
-            batch, version=version, actor=parts.actor, critic=parts.critic, settings=parts.settings
-        )
-        published = (await parts.publisher.publish(version + 1)).metrics
-        parts.buffer.release(episodes)
-        times = {"time/wait_s": Metric(wait_s), "time/step_s": Metric(time.monotonic() - start_s)}
-        lag = {"lag/over_max_fraction": over_max_fraction(batch, version=version, max_lag=parts.max_lag)}
-        parts.reporter.step(version, _record(version, [rollout, trained, published, times, lag]))
+        free_s = time.monotonic()
+        ready = await _value(parts, first_batch_id + version, version=version, timeout_s=parts.episode_timeout_s)
+        await _train(parts, ready, version=version, free_s=free_s)
     return num_steps
 
 
+async def overlapped_loop(parts: Parts, *, num_steps: int, first_batch_id: int) -> WeightVersion:
+    """The same steps as `serial_loop`; the critic is one batch ahead of the actor, and never two.
+
+    Consumes finished episodes, produces weight versions. The critic's side waits for the buffer (deadline: an
+    episode's after a whole step's, since it may have to wait for the actor's release) and for the actor to take over
+    what it has valued; the actor's side waits for a valued batch, the publish and its own commands; it frees slots
+    once their weights are live, which unblocks the rollout service and with it the critic. The first failure of
+    either side ends the other and is raised.
+    """
+    free_s = time.monotonic()
+    ready = await _value(parts, first_batch_id, version=0, timeout_s=parts.episode_timeout_s)
+    for version in range(num_steps - 1):
+        using = version + 1  # the update that the batch taken ahead is for: its lag counts from there
+        training = _train(parts, ready, version=version, free_s=free_s)
+        ahead = _value(parts, first_batch_id + using, version=using, timeout_s=parts.step_timeout_s)
+        free_s, ready = await _both(training, ahead)
+    await _train(parts, ready, version=num_steps - 1, free_s=free_s)
+    return num_steps
+
+
+async def _value(parts: Parts, batch_id: int, *, version: WeightVersion, timeout_s: float) -> Ready:
+    """The critic's side of a step: take a batch for the update of `version`, train the critic on it, value it."""
+    start_s = time.monotonic()
+    episodes, batch, rollout = await _next_batch(parts, batch_id=batch_id, version=version, timeout_s=timeout_s)
+    taken_s = time.monotonic()
+    valued = await critic_part(batch, critic=parts.critic, settings=parts.settings)
+    times = {"time/take_s": Metric(taken_s - start_s)}
+    return Ready(episodes=episodes, valued=valued, rollout={**rollout, **times}, taken_s=taken_s)
+
+
+async def _train(parts: Parts, ready: Ready, *, version: WeightVersion, free_s: float) -> float:
+    """The actor's side of a step: update, publish, release, record. Returns the time at which the actor is free.
+
+    `free_s`: when it was free before.
+    """
+    start_s = time.monotonic()
+    trained = await actor_part(ready.valued, version=version, actor=parts.actor, settings=parts.settings)
+    published = (await parts.publisher.publish(version + 1)).metrics
+    held = parts.buffer.metrics()["buffer/num_in_training"]
+    parts.buffer.release(ready.episodes)
+    end_s = time.monotonic()
+    batch = ready.valued.batch
+    own = {
+        "time/wait_s": Metric(start_s - free_s),  # of the actor, for a valued batch
+        "time/step_s": Metric(end_s - free_s),  # wait, actor and publish
+        "overlap/ahead_s": Metric(start_s - ready.taken_s),  # the batch held its slots before the actor had it
+        "overlap/held_slots": held,  # by taken batches, when these weights are live
+        "lag/over_max_fraction": over_max_fraction(batch, version=version, max_lag=parts.max_lag),
+    }
+    parts.reporter.step(version, _record(version, [ready.rollout, trained, published, own]))
+    return end_s
+
+
+async def _both(first: Coroutine[Any, Any, FirstT], second: Coroutine[Any, Any, SecondT]) -> tuple[FirstT, SecondT]:
+    """Both results; or the first failure, once the other one has been cancelled and has ended."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = group.create_task(first, name="actor's side"), group.create_task(second, name="critic's side")
+    except BaseExceptionGroup as failures:
+        first_failure = failures.exceptions[0]
+        raise first_failure from first_failure.__cause__
+    return tasks[0].result(), tasks[1].result()
+
+
 async def _next_batch(
-    parts: Parts, *, batch_id: int, version: WeightVersion
-) -> tuple[Sequence[Sequence[Trajectory]], Batch, Mapping[str, Metric]]:
-    episodes = await parts.service.watch(
-        parts.buffer.take(
-            parts.episodes_per_step, timeout_s=parts.episode_timeout_s, in_order=parts.in_order, version=version
-        )
-    )
+    parts: Parts, *, batch_id: int, version: WeightVersion, timeout_s: float
+) -> tuple[Sequence[Sequence[Trajectory]], Batch, Metrics]:
+    taking = parts.buffer.take(parts.episodes_per_step, timeout_s=timeout_s, in_order=parts.in_order, version=version)
+    try:
+        episodes = await parts.service.watch(taking)
+    except TimeoutError as error:
+        raise TimeoutError(f"no batch {batch_id} for the update of version {version}: {error}") from error
     trajectories = tuple(trajectory for episode in episodes for trajectory in episode)
     batch = Batch.of(batch_id, trajectories)
     return episodes, batch, rollout_metrics(trajectories) | parts.service.metrics()

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from megatron_sao.algorithm.policy_loss import TrustRegion
 from megatron_sao.channel import Channel
 from megatron_sao.config import Config, PublishConfig, RolloutConfig
-from megatron_sao.controller.clients import ActorClient, CriticClient
+from megatron_sao.controller.clients import ActorClient, CriticClient, TracedChannel
 from megatron_sao.controller.evaluate import Evaluation, evaluate
-from megatron_sao.controller.loop import Parts, critic_only_phase, serial_loop
+from megatron_sao.controller.loop import Parts, critic_only_phase, overlapped_loop, serial_loop
 from megatron_sao.controller.publish import Publisher
 from megatron_sao.controller.report import Reporter, Summary
 from megatron_sao.controller.step import StepSettings
@@ -29,12 +29,16 @@ from megatron_sao.rollout.engine import Engine
 from megatron_sao.rollout.episode import Episode, Limits
 from megatron_sao.rollout.reward import RewardFunction, load_object
 from megatron_sao.rollout.service import EpisodeRunner, RolloutService, run_prompts
+from megatron_sao.rollout.traced import TracedEngine
 from megatron_sao.sync.verify import fixed_prompt
+from megatron_sao.trace import NoTrace, Trace
 from megatron_sao.types import Prompt, WeightVersion
 
 LOG = logging.getLogger(__name__)
 POLICY_DIRECTORY = "hf"
 CRITIC_DIRECTORY = "critic"
+TRACE = "trace.json"
+LOOPS = {"serial": serial_loop, "overlapped": overlapped_loop}
 FIXED_PROMPT_TOKENS = 64
 LOGPROB_TOLERANCES: Mapping[str, Mapping[str, float]] = {
     "float32": {"logprob_tolerance": 1e-4},
@@ -86,9 +90,11 @@ async def train(
     """
     region = TrustRegion(eps_low=config.algorithm.eps_low, eps_high=config.algorithm.eps_high)
     LOG.info("a token is trained on while its ratio is in %s", region)
+    trace = Trace(run_directory / TRACE) if config.metrics.trace else NoTrace()
+    actor, critic, engine = TracedChannel(actor, trace), TracedChannel(critic, trace), TracedEngine(engine, trace)
     runner = _runner(config.rollout, work, engine=engine)
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
-    with closing(reporter):
+    with closing(trace), closing(reporter):
         parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
         measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine, reporter=reporter)
         try:
@@ -106,7 +112,8 @@ async def _train(config: Config, parts: Parts, *, measure: Measure, run_director
     parts.service.start()
     await critic_only_phase(parts, config.critic)
     first_batch_id = config.critic.max_critic_only_steps
-    version = await serial_loop(parts, num_steps=config.run.num_steps, first_batch_id=first_batch_id)
+    loop = LOOPS[config.run.loop]
+    version = await loop(parts, num_steps=config.run.num_steps, first_batch_id=first_batch_id)
     await parts.service.stop(timeout_s=config.run.shutdown_timeout_s)
 
     reporter.phase("exporting policy and critic")
@@ -152,7 +159,7 @@ def _parts(
         prompts=work.prompts,
         buffer=buffer,
         max_consecutive_failures=rollout.max_consecutive_failures,
-        slot_timeout_s=_longest_step_s(config),
+        slot_timeout_s=longest_step_s(config),
     )
     prompt = fixed_prompt(vocab_size(Path(config.model.path)), min(FIXED_PROMPT_TOKENS, rollout.max_episode_tokens))
     return Parts(
@@ -169,6 +176,7 @@ def _parts(
         max_lag=rollout.max_lag,
         in_order=config.run.deterministic,
         episode_timeout_s=rollout.episode_timeout_s + rollout.reward_timeout_s,
+        step_timeout_s=longest_step_s(config),
     )
 
 
@@ -180,11 +188,13 @@ def publish_settings(config: Config) -> PublishConfig:
     return settings.model_copy(update=dict(LOGPROB_TOLERANCES[config.model.dtype]))
 
 
-def _longest_step_s(config: Config) -> float:
-    """How long a slot may stay taken: an episode, and every command of a step, each up to its deadline."""
-    num_commands = 4 + config.critic.num_updates  # load, values, the updates of both roles, drop
+def longest_step_s(config: Config) -> float:
+    """The longest wait for a slot: an episode, every command of a step and a publish, each up to its deadline."""
+    num_commands = 6 + config.critic.num_updates  # loads and drops of both roles, values, the actor's update
     command_s = max(config.actor.command_timeout_s, config.critic.command_timeout_s)
-    return num_commands * command_s + config.rollout.episode_timeout_s + config.rollout.reward_timeout_s
+    publish_s = 2 * (config.publish.first_timeout_s + 3 * config.publish.timeout_s)  # two attempts, a few phases
+    episode_s = config.rollout.episode_timeout_s + config.rollout.reward_timeout_s
+    return num_commands * command_s + publish_s + episode_s
 
 
 def _runner(rollout: RolloutConfig, work: Work, *, engine: Engine) -> EpisodeRunner:

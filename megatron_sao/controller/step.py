@@ -1,14 +1,18 @@
 """One SAO step over a batch: the method on one page (docs/method.md; arXiv 2607.07508 eq. 1-5).
 
     batch ──> critic: K updates towards the returns ──> fresh values ──> skip-observation GAE ──> actor: DIS update
+              `critic_part`                                              `actor_part`
 
-Legend: A action tokens of the batch, in the batch's order.
+The loops run the two parts one after the other, or side by side on two batches. Each part loads the batch into its
+role and drops it. Legend: A action tokens of the batch, in the batch's order.
 """
 
-import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from megatron_sao.algorithm.advantage import batch_advantages, batch_targets
 from megatron_sao.config import AlgorithmConfig, CriticConfig
@@ -33,48 +37,75 @@ class StepSettings:
         return cls(algorithm=algorithm, num_critic_updates=critic.num_updates, values_before_updates=before)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Valued:
+    """What the critic hands to the actor."""
+
+    batch: Batch
+    values_A: NDArray[np.float32]  # of this batch's action tokens
+    metrics: Metrics  # of the critic's part
+
+
 async def sao_step(
     batch: Batch, *, version: WeightVersion, actor: ActorClient, critic: CriticClient, settings: StepSettings
 ) -> Metrics:
-    """Train both models on `batch`, the actor from `version`; its weights are `version + 1` afterwards.
+    """Train both models on `batch`, the actor from `version`; its weights are `version + 1` afterwards."""
+    valued = await critic_part(batch, critic=critic, settings=settings)
+    return await actor_part(valued, version=version, actor=actor, settings=settings)
 
-    Consumes a batch, produces metrics. Waits for both roles; every command has its role's deadline.
+
+async def critic_part(batch: Batch, *, critic: CriticClient, settings: StepSettings) -> Valued:
+    """K updates of the critic on `batch`, then its values (or values first, by the settings).
+
+    Consumes a batch, produces a valued one. Waits for the critic; every command has its deadline.
     """
-    algorithm = settings.algorithm
     start_s = time.monotonic()
-    _, packing = await asyncio.gather(critic.load(batch), actor.load(batch))
-
-    values_A = await critic.values(batch) if settings.values_before_updates else None
-    targets_A = batch_targets(batch, values_A, gamma=algorithm.gamma, lam=algorithm.lambda_critic)
-    critic_metrics = [await critic.update(batch, targets_A) for _ in range(settings.num_critic_updates)]
+    await critic.load(batch)
+    values_A, metrics = await _update_critic(batch, critic, settings)
     if values_A is None:
         values_A = await critic.values(batch)
-    critic_s = time.monotonic() - start_s
+    await critic.drop(batch)
+    times = {"time/critic_s": Metric(time.monotonic() - start_s)}
+    return Valued(batch=batch, values_A=values_A, metrics={**metrics, **times})
 
+
+async def actor_part(valued: Valued, *, version: WeightVersion, actor: ActorClient, settings: StepSettings) -> Metrics:
+    """Advantages of a valued batch, and one DIS update of the weights `version`. The metrics of both parts.
+
+    Consumes a valued batch, produces the weights `version + 1`. Waits for the actor; every command has its deadline.
+    """
+    algorithm, batch, start_s = settings.algorithm, valued.batch, time.monotonic()
     advantages_A = batch_advantages(
-        batch, values_A, gamma=algorithm.gamma, alpha=algorithm.alpha, whiten_advantages=algorithm.whiten_advantages
+        batch,
+        valued.values_A,
+        gamma=algorithm.gamma,
+        alpha=algorithm.alpha,
+        whiten_advantages=algorithm.whiten_advantages,
     )
     if algorithm.advantage == "zero":
         advantages_A = 0.0 * advantages_A
-    policy_metrics = await actor.update(batch, advantages_A, version=version)
-
-    await asyncio.gather(critic.drop(batch), actor.drop(batch))
-    times = {
-        "time/critic_s": Metric(critic_s),
-        "time/actor_s": Metric(time.monotonic() - start_s - critic_s),
-    }
-    return {**packing, **policy_metrics, **of_updates(critic_metrics), **times}
+    packing = await actor.load(batch)
+    policy = await actor.update(batch, advantages_A, version=version)
+    await actor.drop(batch)
+    return {**valued.metrics, **packing, **policy, "time/actor_s": Metric(time.monotonic() - start_s)}
 
 
 async def critic_step(batch: Batch, *, critic: CriticClient, settings: StepSettings) -> Metrics:
     """One step of the critic-only phase: K updates on a fresh batch. The policy and its version stay."""
-    algorithm = settings.algorithm
     await critic.load(batch)
+    _, metrics = await _update_critic(batch, critic, settings)
+    await critic.drop(batch)
+    return metrics
+
+
+async def _update_critic(
+    batch: Batch, critic: CriticClient, settings: StepSettings
+) -> tuple[NDArray[np.float32] | None, Metrics]:
+    """K updates, and the values from before them where the settings ask for those."""
+    algorithm = settings.algorithm
     values_A = await critic.values(batch) if settings.values_before_updates else None
     targets_A = batch_targets(batch, values_A, gamma=algorithm.gamma, lam=algorithm.lambda_critic)
-    metrics = [await critic.update(batch, targets_A) for _ in range(settings.num_critic_updates)]
-    await critic.drop(batch)
-    return of_updates(metrics)
+    return values_A, of_updates([await critic.update(batch, targets_A) for _ in range(settings.num_critic_updates)])
 
 
 def of_updates(updates: list[Metrics]) -> dict[str, Metric]:
