@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.placement import Placement
-from launch.processes import Supervisor
+from launch.processes import Process, Supervisor
 from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
 from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
@@ -49,18 +49,25 @@ async def start_roles(
     key = secrets.token_bytes(KEY_BYTES)
     port = await server.start(HOST, key)
     for spec in rank_specs(config, port=port, key=key, private=private):
-        supervisor.start(
-            f"{spec.role} rank {spec.rank}",
-            RANK_COMMAND,
-            log_path=logs / f"{spec.role}-{spec.rank}.log",
-            stdin=spec_text(spec),
-            environment=rank_environment(os.environ, num_threads=spec.config.num_threads)
-            | placement.environment(spec.role, spec.rank),
-        )
+        start_rank(spec, supervisor=supervisor, environment=placement.environment(spec.role, spec.rank), logs=logs)
     start_s = config.engine.start_timeout_s
     actor, critic = await asyncio.gather(server.accept("actor", start_s), server.accept("critic", start_s))
-    await asyncio.gather(_build(actor, config.actor.command_timeout_s), _build(critic, config.critic.command_timeout_s))
+    await asyncio.gather(built(actor, config.actor.command_timeout_s), built(critic, config.critic.command_timeout_s))
     return Roles(actor=actor, critic=critic)
+
+
+def start_rank(
+    spec: RankSpec, *, supervisor: Supervisor, environment: Mapping[str, str], logs: Path, interface: str = "lo"
+) -> Process:
+    """One rank, with `environment` added to its own."""
+    own = rank_environment(os.environ, num_threads=spec.config.num_threads, interface=interface)
+    return supervisor.start(
+        f"{spec.role} rank {spec.rank}",
+        RANK_COMMAND,
+        log_path=logs / f"{spec.role}-{spec.rank}.log",
+        stdin=spec_text(spec),
+        environment={**own, **environment},
+    )
 
 
 async def stop_roles(roles: Roles, supervisor: Supervisor) -> None:
@@ -106,13 +113,16 @@ def spec_text(spec: RankSpec) -> str:
     return json.dumps(spec.model_dump(mode="json"))
 
 
-def rank_environment(parent: Mapping[str, str], *, num_threads: int) -> dict[str, str]:
-    """`parent` with what must be set before a rank starts, and without another launcher's ranks and proxies."""
+def rank_environment(parent: Mapping[str, str], *, num_threads: int, interface: str = "lo") -> dict[str, str]:
+    """`parent` with what must be set before a rank starts, and without another launcher's ranks and proxies.
+
+    `interface`: where gloo meets the other ranks and the engines.
+    """
     kept = {k: v for k, v in parent.items() if k not in NOT_INHERITED and not k.lower().endswith("_proxy")}
     fixed = {
         "OMP_NUM_THREADS": str(num_threads),
         "MKL_NUM_THREADS": str(num_threads),
-        "GLOO_SOCKET_IFNAME": "lo",
+        "GLOO_SOCKET_IFNAME": interface,
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
@@ -121,7 +131,8 @@ def rank_environment(parent: Mapping[str, str], *, num_threads: int) -> dict[str
     return kept | fixed
 
 
-async def _build(channel: Channel, timeout_s: float) -> None:
+async def built(channel: Channel, timeout_s: float) -> None:
+    """Return when the role's model is built. Raises ValueError for what a person wrote, ChannelError for the rest."""
     try:
         facts = (await channel.call(Describe(), timeout_s=timeout_s)).data
     except RoleError as error:

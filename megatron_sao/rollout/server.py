@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 from pathlib import Path
 
@@ -49,9 +49,20 @@ class SGLangServer:
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, model_path: str | Path, dtype: str, api_key: str, log_path: Path
+        cls,
+        config: EngineConfig,
+        *,
+        model_path: str | Path,
+        dtype: str,
+        api_key: str,
+        log_path: Path,
+        prefix: Sequence[str] = (),
     ) -> "SGLangServer":
         """Returns when the server answers with its key. Cancelling stops it.
+
+        Args:
+            prefix: of its command, e.g. ("ip", "netns", "exec", NAME). The port must be given then: whether one is
+                free in another network namespace is not seen from here.
 
         Raises:
             ValueError: the configured port is taken, or the model directory does not exist.
@@ -60,12 +71,13 @@ class SGLangServer:
         _check_model(model_path)
         deadline = time.monotonic() + config.start_timeout_s
         for attempt in range(PORT_ATTEMPTS):
-            port = _port(config.host, config.port)
+            port = config.port if prefix else _port(config.host, config.port)
             with tempfile.TemporaryDirectory(prefix="sao-engine-") as directory:  # mode 0700
                 key_file = Path(directory) / "key.yaml"
                 key_file.write_text(json.dumps({"api-key": api_key}), encoding="utf-8")  # JSON is YAML
                 command = launch_command(config, port=port, model_path=model_path, dtype=dtype, key_file=key_file)
-                server = cls(_launch(command, config, api_key, log_path), f"http://{config.host}:{port}", log_path)
+                process = _launch([*prefix, *command], config, api_key, log_path)
+                server = cls(process, f"http://{config.host}:{port}", log_path)
                 if await server._wait_until_ready(api_key, deadline, may_lose_port=attempt < PORT_ATTEMPTS - 1):
                     return server
         raise AssertionError("the last attempt returns or raises")

@@ -1,7 +1,7 @@
 """What a benchmark found: one record per case, as a table for a person and as JSON for a program.
 
-A case is JSON. Keys with a meaning of their own: `bar` (the number that the case must reach, null: none), `met` (whether
-it did, null without a bar), `skipped` (why the case could not be run here; it then has no numbers).
+A case is JSON. Keys with a meaning of their own: `bar` (the number that it must reach, null: none), `met` (whether it
+did, null without a bar), `skipped` (why the case could not be run here; it then has no numbers).
 """
 
 import json
