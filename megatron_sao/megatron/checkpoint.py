@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig, Role, read_json
 from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
+from megatron_sao.megatron.mapping.table import Binding
 from megatron_sao.megatron.mapping.transfer import (
     HFTensor,
     MappedModel,
@@ -98,12 +99,16 @@ def _fill(model: MappedModel, parallel: Parallel, reader: "_Reader", wanted: Map
     with torch.no_grad():
         for binding in bindings_of(model, parallel):
             if is_local(binding, parallel) and binding.hf_names[0] in wanted:
-                rank, size = shard_place(binding, parallel)
-                parts = [reader.tensor(name) for name in binding.hf_names]
-                shard = binding.layout.shard(parts, model.hf_config, rank=rank, size=size)
-                parameter = parameters[binding.find(parameters)]
-                assert parameter.shape == shard.shape, f"{binding.hf_names}: {parameter.shape} is not {shard.shape}"
-                parameter.copy_(shard)
+                _fill_one(binding, parameters[binding.find(parameters)], parallel, reader)
+
+
+def _fill_one(binding: Binding, parameter: Tensor, parallel: Parallel, reader: "_Reader") -> None:
+    rank, size = shard_place(binding, parallel)
+    pieces = binding.layout.cut(parameter, reader.config, rank=rank, size=size)
+    for part, (name, piece) in enumerate(zip(binding.hf_names, pieces, strict=True)):
+        source = binding.layout.place(reader.tensor(name), reader.config, part=part, rank=rank, size=size)
+        assert piece.shape == source.shape, f"{name}: {tuple(piece.shape)} is not {tuple(source.shape)}"
+        piece.copy_(source)
 
 
 class _Reader:

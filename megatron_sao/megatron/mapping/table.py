@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, HFConfig
@@ -20,24 +19,30 @@ Shape = tuple[int, ...]
 
 
 class Layout(Protocol):
-    """How HF tensors become one tensor-parallel shard, and back. Pure: no group, no model."""
+    """How HF tensors lie in one tensor-parallel shard. Pure views: a copy from `place` into `cut` loads, the other way
+    round it gathers; the two have the same shape.
+    """
 
     @property
     def dim(self) -> int | None: ...  # the dimension that tensor parallelism cuts; None: every rank holds the same
 
-    def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor: ...
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        """The shard's piece of each HF tensor, in their order; a piece may be empty."""
+        ...
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]: ...  # new memory
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        """Where the shard's piece of HF tensor number `part` lies in it."""
+        ...
 
 
 class Replicated:
     dim = None
 
-    def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
-        return parts[0]
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        return (shard,)
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]:
-        return (shards[0].clone(),)
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +51,45 @@ class Split:
 
     dim: int
 
-    def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
-        return parts[0].chunk(size, dim=self.dim)[rank]
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        return (shard,)
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]:
-        return (torch.cat(list(shards), dim=self.dim),)
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        return whole.chunk(size, dim=self.dim)[rank]
 
 
 class FusedQKV:
-    """linear_qkv rows: per key-value head its query heads in order, then its key, then its value; chunks of dim 0."""
+    """linear_qkv rows: per key-value head its query heads in order, then its key, then its value; chunks of dim 0.
+
+    Of fewer key-value heads than ranks each rank has a run of rows of one head's group.
+    """
 
     dim = 0
 
-    def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
-        groups = [part.reshape(config.num_kv_heads, -1, part.shape[-1]) for part in parts]
-        return torch.cat(groups, dim=1).flatten(0, 1).chunk(size)[rank]
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        groups, low, rows = _qkv_rows(config, rank, size)
+        grouped = shard.view(len(groups), -1, *shard.shape[1:])
+        return tuple(grouped[:, start - low : end - low] for _, start, end in rows)
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]:
-        rows = torch.cat(list(shards))
-        queries = config.num_heads // config.num_kv_heads * config.head_dim
-        groups = rows.reshape(config.num_kv_heads, -1, rows.shape[-1])
-        return tuple(part.flatten(0, 1) for part in groups.split([queries, config.head_dim, config.head_dim], dim=1))
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        groups, _, rows = _qkv_rows(config, rank, size)
+        first, start, end = rows[part]
+        grouped = whole.view(config.num_kv_heads, -1, *whole.shape[1:])
+        return grouped[groups.start : groups.stop, start - first : end - first]
+
+
+def _qkv_rows(config: HFConfig, rank: int, size: int) -> tuple[range, int, list[tuple[int, int, int]]]:
+    """Of a shard: its groups, its first row within them, and for q, k, v (first row of all, its first, its end)."""
+    num_groups, head = config.num_kv_heads, config.head_dim
+    queries = config.num_heads // num_groups * head
+    shards_per_group = max(1, size // num_groups)
+    height = (queries + 2 * head) // shards_per_group
+    first_group, low = rank * num_groups // size, rank % shards_per_group * height
+    rows = []
+    for first, end in ((0, queries), (queries, queries + head), (queries + head, queries + 2 * head)):
+        start = min(max(first, low), end)
+        rows.append((first, start, max(start, min(end, low + height))))
+    return range(first_group, first_group + max(1, num_groups // size)), low, rows
 
 
 class FusedGateUp:
@@ -74,12 +97,11 @@ class FusedGateUp:
 
     dim = 0
 
-    def shard(self, parts: Sequence[Tensor], config: HFConfig, *, rank: int, size: int) -> Tensor:
-        return torch.cat([part.chunk(size)[rank] for part in parts])
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        return shard.chunk(2)
 
-    def whole(self, shards: Sequence[Tensor], config: HFConfig) -> tuple[Tensor, ...]:
-        halves = [shard.chunk(2) for shard in shards]
-        return torch.cat([gate for gate, _ in halves]), torch.cat([up for _, up in halves])
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        return whole.chunk(size)[rank]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,13 +134,6 @@ class Binding:
     megatron_names: tuple[str, ...]  # alternatives, as the owning rank names it
     layout: Layout
     expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
-
-    def shard_shape(self, size: int) -> Shape:
-        """Shape of the Megatron tensor on each of `size` tensor-parallel ranks: the HF tensors' rows, cut."""
-        shape = [sum(hf_shape[0] for hf_shape in self.hf_shapes), *self.hf_shapes[0][1:]]
-        if self.layout.dim is not None:
-            shape[self.layout.dim] //= size
-        return tuple(shape)
 
     def find(self, names: Mapping[str, Any]) -> str:
         """The alternative that this rank's model has."""

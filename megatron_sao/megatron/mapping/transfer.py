@@ -1,8 +1,8 @@
 """Whole tensors under HF names, out of the shards of a running model."""
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Protocol
 
 import torch
@@ -96,26 +96,92 @@ def gather(
 ) -> dict[str, Tensor]:
     """Whole tensors by HF name on global rank 0, `{}` elsewhere. Collective: every rank calls it with the same names.
 
-    Rank 0 gets one message from each rank that holds a part, so memory is about twice the named tensors: ask for as
-    much as fits. `dtype` None keeps the model's own types. The tensors are copies, on the model's device.
+    `dtype` None keeps the model's own types. The tensors are copies, on the model's device.
 
     Raises:
         ValueError: a name that the model does not have.
     """
-    needed = _needed(bindings_of(model, parallel), names)
-    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    wire_dtype = dtype or parameter_dtype(model)
-    if parallel.rank != 0:
-        _send(needed, parameters, parallel, wire_dtype)
-        return {}
-    device = next(iter(parameters.values())).device
-    inbox = _receive(needed, parallel, torch.empty(0, dtype=wire_dtype, device=device))
-    found: dict[str, Tensor] = {}
-    for binding in needed:
-        own = [parameters[binding.find(parameters)].to(dtype)] if 0 in _holders(binding, parallel) else []
-        whole = binding.layout.whole(own + inbox.get(binding, []), model.hf_config)
-        found.update(zip(binding.hf_names, whole, strict=True))
-    return {name: found[name] for name in names}
+    wholes: dict[str, Tensor] | None = None
+    if parallel.rank == 0:
+        known = {tensor.name: tensor for tensor in hf_tensors(model, parallel)}
+        device = next(parameter.device for _, parameter in model.named_parameters())
+        found = [known[name] for name in names if name in known]
+        wholes = {each.name: torch.empty(each.shape, dtype=dtype or each.dtype, device=device) for each in found}
+    receive(model, parallel, names, wholes, target=0, dtype=dtype)
+    if wholes is not None:
+        copy_own(model, parallel, names, wholes)
+    return wholes or {}
+
+
+def receive(
+    model: MappedModel,
+    parallel: Parallel,
+    names: Sequence[str],
+    wholes: Mapping[str, Tensor] | None,
+    *,
+    target: int,
+    timeout_s: float | None = None,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """Bring the pieces that other ranks hold to their places in `wholes` on global rank `target` (None elsewhere).
+
+    Collective. Returns the bytes that this rank received. Each piece is one message, received where it belongs or, if
+    that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most.
+
+    Raises:
+        ValueError: a name that the model does not have.
+        RuntimeError: a piece was not there within `timeout_s` (None: the group's own deadline).
+    """
+    num_bytes, parameters, wanted = 0, dict(model.named_parameters()), frozenset(names)
+    for binding in _needed(bindings_of(model, parallel), names):
+        holders = _holders(binding, parallel)
+        for rank, holder in enumerate(holders):
+            shard = _Shard(binding, model.hf_config, rank, len(holders))
+            if parallel.rank == holder != target:
+                parameter = parameters[binding.find(parameters)].detach()
+                _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, timeout_s)
+            elif parallel.rank == target != holder:
+                assert wholes is not None, "the target has the places"
+                num_bytes += _receive(shard.places(wholes), holder, timeout_s)
+    return num_bytes
+
+
+def copy_own(model: MappedModel, parallel: Parallel, names: Sequence[str], wholes: Mapping[str, Tensor]) -> int:
+    """Copy the pieces that this rank itself holds to their places in `wholes`. Returns the bytes written."""
+    num_bytes, parameters, wanted = 0, dict(model.named_parameters()), frozenset(names)
+    for binding in _needed(bindings_of(model, parallel), names):
+        holders = _holders(binding, parallel)
+        if parallel.rank in holders:
+            shard = _Shard(binding, model.hf_config, holders.index(parallel.rank), len(holders))
+            places = shard.places(wholes)
+            for name, piece in shard.pieces(parameters[binding.find(parameters)].detach(), wanted).items():
+                assert places[name].shape == piece.shape, f"{name}: {places[name].shape} is not {piece.shape}"
+                places[name].copy_(piece)
+            num_bytes += sum(place.nbytes for place in places.values())
+    return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Shard:
+    """Shard number `rank` of the `size` that a tensor is cut into."""
+
+    binding: Binding
+    config: HFConfig
+    rank: int
+    size: int
+
+    def pieces(self, parameter: Tensor, names: frozenset[str]) -> dict[str, Tensor]:
+        """What it holds of each of the HF tensors `names`."""
+        pieces = self.binding.layout.cut(parameter, self.config, rank=self.rank, size=self.size)
+        return {name: piece for name, piece in zip(self.binding.hf_names, pieces, strict=True) if name in names}
+
+    def places(self, wholes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Where these pieces belong."""
+        return {
+            name: self.binding.layout.place(wholes[name], self.config, part=part, rank=self.rank, size=self.size)
+            for part, name in enumerate(self.binding.hf_names)
+            if name in wholes
+        }
 
 
 def _needed(bindings: Sequence[Binding], names: Sequence[str]) -> list[Binding]:
@@ -133,24 +199,24 @@ def _holders(binding: Binding, parallel: Parallel) -> range:
     return range(1) if binding.layout.dim is None else range(parallel.tensor_size)
 
 
-def _send(needed: Sequence[Binding], parameters: Mapping[str, Tensor], parallel: Parallel, dtype: torch.dtype) -> None:
-    held = [binding for binding in needed if parallel.rank in _holders(binding, parallel)]
-    if held:
-        pieces = [parameters[binding.find(parameters)].to(dtype).flatten() for binding in held]
-        dist.send(torch.cat(pieces).view(torch.uint8), dst=0)
+def _send(pieces: Mapping[str, Tensor], dtype: torch.dtype, target: int, timeout_s: float | None) -> None:
+    for name, piece in pieces.items():
+        message = piece.to(dtype).contiguous().view(torch.uint8)
+        _finish(dist.isend(message, dst=target), f"{name} for rank {target}", timeout_s)
 
 
-def _receive(needed: Sequence[Binding], parallel: Parallel, like: Tensor) -> dict[Binding, list[Tensor]]:
-    """The shards of the other ranks, in rank order."""
-    inbox: dict[Binding, list[Tensor]] = {}
-    for rank in range(1, max((holder for binding in needed for holder in _holders(binding, parallel)), default=0) + 1):
-        held = [binding for binding in needed if rank in _holders(binding, parallel)]
-        shapes = [binding.shard_shape(shard_place(binding, parallel)[1]) for binding in held]
-        if not held:
-            continue
-        message = like.new_empty(sum(math.prod(shape) for shape in shapes))
-        dist.recv(message.view(torch.uint8), src=rank)
-        pieces = message.split([math.prod(shape) for shape in shapes])
-        for binding, shape, piece in zip(held, shapes, pieces, strict=True):
-            inbox.setdefault(binding, []).append(piece.view(shape))
-    return inbox
+def _receive(places: Mapping[str, Tensor], holder: int, timeout_s: float | None) -> int:
+    for name, place in places.items():
+        message = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype, device=place.device)
+        _finish(dist.irecv(message.view(torch.uint8), src=holder), f"{name} of rank {holder}", timeout_s)
+        if message is not place:
+            place.copy_(message)
+    return sum(place.nbytes for place in places.values())
+
+
+def _finish(work: dist.Work | None, what: str, timeout_s: float | None) -> None:
+    assert work is not None, "this rank belongs to the default group"
+    try:
+        work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(f"{what}: {error}") from error
