@@ -44,12 +44,18 @@ async def reward(prompt: Prompt, trajectories: tuple[Trajectory, ...]) -> Reward
     return Reward(value=last % 2, metrics={"last_token": last})
 
 
-def config_of(model: Path, directory: Path, **rollout: Any) -> Config:
+def config_of(model: Path, directory: Path, *, loop: str = "serial", **rollout: Any) -> Config:
     here = "tests.test_deterministic"
     optimizer = {"learning_rate": 1e-3, "warmup_updates": 0}
     return parse(
         {
-            "run": {"directory": str(directory), "num_steps": NUM_STEPS, "deterministic": True, "seed": 3},
+            "run": {
+                "directory": str(directory),
+                "num_steps": NUM_STEPS,
+                "deterministic": True,
+                "seed": 3,
+                "loop": loop,
+            },
             "model": {"path": str(model), "dtype": "float32"},
             "actor": {"optimizer": {**optimizer, "clip_norm": 1.0}, "max_tokens_per_micro_batch": 64},
             "critic": {
@@ -80,11 +86,11 @@ def config_of(model: Path, directory: Path, **rollout: Any) -> Config:
     )
 
 
-async def run(model: Path, directory: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+async def run(model: Path, directory: Path, *, loop: str = "serial") -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """One whole run. Every second block of episodes takes a tick, so its tokens span two versions."""
     private = directory / "private"
     private.mkdir(parents=True)
-    config = config_of(model, directory)
+    config = config_of(model, directory, loop=loop)
     num_evaluated = 4
     engine = ScriptedEngine(
         load_file(model / "model.safetensors"),
@@ -117,7 +123,7 @@ def comparable(record: dict[str, Any]) -> dict[str, Any]:
     return {
         key: value
         for key, value in record.items()
-        if not key.startswith("time/") and not (key.startswith("publish/") and key.endswith("_s"))
+        if not key.startswith(("time/", "overlap/ahead_s")) and not (key.startswith("publish/") and key.endswith("_s"))
     }
 
 

@@ -65,6 +65,7 @@ async def test_the_critic_updates_k_times_before_its_values_are_used(batch: Batc
     actor, critic, metrics = await step(batch, settings(k=2))
     assert critic.log == ["load_batch", "critic_update", "critic_update", "critic_values", "drop_batch"]
     assert actor.log == ["load_batch", "actor_update", "drop_batch"]
+    assert {"policy/loss", "packing/waste_fraction", "time/critic_s", "time/actor_s"} <= set(metrics)
     assert metrics["critic/explained_variance_before"] == pytest.approx(0.1)
     assert metrics["critic/explained_variance_after"] == pytest.approx(0.2)
 

@@ -14,7 +14,7 @@ import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,8 +29,6 @@ from megatron_sao.rollout.service import RolloutService
 from megatron_sao.types import Batch, Trajectory, WeightVersion
 
 Metrics = Mapping[str, Metric]
-FirstT = TypeVar("FirstT")
-SecondT = TypeVar("SecondT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +154,15 @@ async def _train(parts: Parts, ready: Ready, *, version: WeightVersion, free_s: 
     return end_s
 
 
-async def _both(first: Coroutine[Any, Any, FirstT], second: Coroutine[Any, Any, SecondT]) -> tuple[FirstT, SecondT]:
+async def _both(training: Coroutine[Any, Any, float], ahead: Coroutine[Any, Any, Ready]) -> tuple[float, Ready]:
     """Both results; or the first failure, once the other one has been cancelled and has ended."""
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = group.create_task(first, name="actor's side"), group.create_task(second, name="critic's side")
+            actor, critic = group.create_task(training, name="actor's side"), group.create_task(ahead, name="critic's")
     except BaseExceptionGroup as failures:
         first_failure = failures.exceptions[0]
         raise first_failure from first_failure.__cause__
-    return tasks[0].result(), tasks[1].result()
+    return actor.result(), critic.result()
 
 
 async def _next_batch(

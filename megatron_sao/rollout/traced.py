@@ -18,37 +18,31 @@ class TracedEngine:
         self._state, self._span = "", ExitStack()
         self.name = engine.name
         self.score, self.abort, self.flush = engine.score, engine.abort, engine.flush
-        self.begin_update, self.load_bucket, self.end_update = (
-            engine.begin_update,
-            engine.load_bucket,
-            engine.end_update,
-        )
-        self.join_group, self.leave_group = engine.join_group, engine.leave_group
+        self.begin_update, self.end_update = engine.begin_update, engine.end_update
+        self.join_group, self.leave_group, self.load_bucket = engine.join_group, engine.leave_group, engine.load_bucket
         self.checksum, self.reset_tensors = engine.checksum, engine.reset_tensors
         self.weight_version, self.close = engine.weight_version, engine.close
 
     async def generate(self, request: GenerateRequest) -> Generation:
-        self._show(num_running=self._num_running + 1)
+        self._now(num_running=self._num_running + 1, paused=self._paused)
         try:
             return await self._engine.generate(request)
         finally:
-            self._show(num_running=self._num_running - 1)
+            self._now(num_running=self._num_running - 1, paused=self._paused)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        self._show(paused=True)
+        self._now(num_running=self._num_running, paused=True)
         await self._engine.pause(mode)
 
     async def resume(self) -> None:
         await self._engine.resume()
-        self._show(paused=False)
+        self._now(num_running=self._num_running, paused=False)
 
-    def _show(self, *, num_running: int | None = None, paused: bool | None = None) -> None:
-        self._num_running = self._num_running if num_running is None else num_running
-        self._paused = self._paused if paused is None else paused
-        state = "paused" if self._paused else "generating" if self._num_running else ""
-        if state == self._state:
-            return
-        self._span.close()
-        self._state = state
-        if state:
-            self._span.enter_context(self._trace.span(self.name, state))
+    def _now(self, *, num_running: int, paused: bool) -> None:
+        self._num_running, self._paused = num_running, paused
+        state = "paused" if paused else "generating" if num_running else ""
+        if state != self._state:
+            self._span.close()
+            self._state = state
+            if state:
+                self._span.enter_context(self._trace.span(self.name, state))
