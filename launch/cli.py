@@ -18,7 +18,9 @@ from launch.run_directory import LOG_DIRECTORY, run_directory
 from megatron_sao.config import Config, load
 from megatron_sao.controller.report import summary_table
 from megatron_sao.controller.run import Work, load_work
+from tools.bench import publish, step
 
+BENCHES = {"publish": publish, "step": step}
 LOG = logging.getLogger(__name__)
 CONTROLLER_LOG = "controller.log"
 FORCE_SHARE = 0.8  # of the shutdown timeout; the rest is for the processes to be killed
@@ -26,6 +28,7 @@ _EPILOG = """\
 examples:
   sao train configs/quickstart.toml
   sao train configs/quickstart.toml run.directory=runs/lag0 rollout.max_lag=0 actor.optimizer.learning_rate=1e-4
+  sao bench publish --json publish.json
 
 A value is TOML; a bare word is a string. A previous run in run.directory is moved to run.directory.<n>.
 """
@@ -39,6 +42,8 @@ def main() -> NoReturn:
 def command(arguments: Sequence[str]) -> int:
     """One command; its exit status."""
     options = parse_arguments(arguments)
+    if options.command == "bench":
+        return _bench(options)
     try:
         config = load(options.config, options.overrides)
         sys.path.insert(0, os.getcwd())  # import paths of the configuration may name a user's own module
@@ -66,7 +71,32 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     train = commands.add_parser("train", help="train by a TOML file, all processes on this machine")
     train.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
     train.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
+    bench = commands.add_parser("bench", help="measure this machine; exit status 1 when a bar is missed")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    for name, module in BENCHES.items():
+        each = benches.add_parser(name, help=(module.__doc__ or "").splitlines()[0])
+        each.add_argument("--json", type=Path, metavar="FILE", help="write every case there")
+        module.add_arguments(each)
     return parser.parse_args(arguments)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    """Measure, show the table, write the JSON."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    try:
+        report = BENCHES[options.bench].run(options)
+    except ValueError as error:
+        return _fail(str(error), 2)
+    except RuntimeError as error:
+        return _fail(str(error), 1)
+    except bounded.Interrupted as error:
+        return _fail(f"{error}; every process of the benchmark has ended", 128 + error.number)
+    except KeyboardInterrupt:
+        return _fail("stopped by SIGINT", 128 + signal.SIGINT)
+    report.show()
+    if options.json is not None:
+        report.write(options.json)
+    return 1 if report.num_missed else 0
 
 
 def _load(config: Config) -> Work:
