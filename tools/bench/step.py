@@ -14,7 +14,6 @@ Generation and publish are in none of them. The machine's other load disturbs th
 """
 
 import argparse
-import asyncio
 import dataclasses
 import os
 import tempfile
@@ -24,26 +23,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import JsonValue
 
+from launch import bounded
 from megatron_sao.config import Config, RoleConfig, parse
 from megatron_sao.controller.clients import ActorClient, CriticClient
 from megatron_sao.controller.step import StepSettings, sao_step
 from megatron_sao.data.packing import pack
 from megatron_sao.metrics import merge
 from megatron_sao.types import Batch, BatchPlan
+from tools.bench.progress import Display
 from tools.bench.report import Case, Report
 from tools.bench.step_grpo import grpo_step
-from tools.bench.step_inputs import Size, make_batch, write_models
+from tools.bench.step_inputs import Size, make_trajectories, write_models
 from tools.bench.step_records import BareSpec, Work, rows_of, write_rows
-from tools.bench.step_sides import BareSide, RoleSide, TimedChannel, bare_side, cpu_seconds, role_side
+from tools.bench.step_sides import STOP_S, BareSide, RoleSide, TimedChannel, bare_side, cpu_seconds, role_side
+from tools.bench.step_sleeping import sleeping_case
 
 BAR = 0.90
-COLUMNS = ("case", "ratio_to_bare_megatron", "ratio_iqr", "bar", "met", "sao_over_grpo", "sao_s", "bare_s", "grpo_s")
+COLUMNS = (
+    *("case", "ratio_to_bare_megatron", "ratio_iqr", "cpu_ratio", "bar", "met", "sao_over_grpo", "serial_over_grpo"),
+    *("sao_s", "bare_s", "grpo_s"),
+)
 COMMAND_TIMEOUT_S = 300.0
+FORCE_S = 3 * STOP_S  # after an interrupt
+NUM_SLEEPING_STEPS = 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,7 +72,8 @@ def run(options: argparse.Namespace) -> Report:
         vocab_size=options.vocab,
         max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
     )
-    cases = asyncio.run(_real_roles(size, num_ranks=options.ranks, num_pairs=options.pairs))
+    running = _cases(size, num_ranks=options.ranks, num_pairs=options.pairs)
+    cases = bounded.run(running, force_after_s=FORCE_S)
     return Report(title="SAO step", cases=cases, columns=COLUMNS)
 
 
@@ -186,8 +194,10 @@ def _union(spans: Sequence[tuple[float, float]]) -> float:
     return total
 
 
-async def _real_roles(size: Size, *, num_ranks: int, num_pairs: int) -> tuple[Case, ...]:
-    batch, groups = make_batch(size)
+async def _cases(size: Size, *, num_ranks: int, num_pairs: int) -> tuple[Case, ...]:
+    trajectories = make_trajectories(size)
+    sleeping = await sleeping_case(trajectories, num_steps=NUM_SLEEPING_STEPS)
+    batch, groups = Batch.of(0, trajectories), tuple(trajectory.prompt_id for trajectory in trajectories)
     with tempfile.TemporaryDirectory(prefix="sao-bench-") as name:
         directory = Path(name)
         config = bench_config(directory, size, num_ranks)
@@ -206,22 +216,29 @@ async def _real_roles(size: Size, *, num_ranks: int, num_pairs: int) -> tuple[Ca
             "vocab_size": size.vocab_size,
             "num_critic_updates": config.critic.num_updates,
         }
-    return bare_case(pairs, settings), grpo_case([sao for sao, _ in pairs], grpo, settings)
+    return bare_case(pairs, settings), grpo_case([sao for sao, _ in pairs], grpo, settings), sleeping
 
 
 async def _measure(bench: Bench, num_pairs: int) -> tuple[list[tuple[Turn, Turn]], list[Turn]]:
     """(SAO, bare) of each pair, and a GRPO step after each. The first pair warms up and is thrown away."""
     pairs, grpo = [], []
-    for number in range(num_pairs + 1):
-        if number % 2:
-            sao, bare = await bench.sao(), await bench.bare_step()
-        else:
-            bare, sao = await bench.bare_step(), await bench.sao()
-        if sao.work != bare.work:
-            raise RuntimeError(f"the sides did different work: SAO {sao.work}, bare {bare.work}")
-        pairs.append((sao, bare))
-        grpo.append(await bench.grpo())
+    with Display("pairs", num_pairs + 1) as display:
+        for number in range(num_pairs + 1):
+            sao, bare = await _pair(bench, bare_first=number % 2 == 0)
+            pairs.append((sao, bare))
+            grpo.append(await bench.grpo())
+            display.advance(f"bare {bare.seconds:.2f} s, SAO {sao.seconds:.2f} s")
     return pairs[1:], grpo[1:]
+
+
+async def _pair(bench: Bench, *, bare_first: bool) -> tuple[Turn, Turn]:
+    if bare_first:
+        bare, sao = await bench.bare_step(), await bench.sao()
+    else:
+        sao, bare = await bench.sao(), await bench.bare_step()
+    if sao.work != bare.work:
+        raise RuntimeError(f"the sides did different work: SAO {sao.work}, bare {bare.work}")
+    return sao, bare
 
 
 def bare_case(pairs: Sequence[tuple[Turn, Turn]], settings: dict[str, JsonValue]) -> Case:
@@ -300,10 +317,11 @@ def plan_of(batch: Batch, config: RoleConfig) -> BatchPlan:
 def bare_specs(config: Config, batch: Batch, plans: dict[str, BatchPlan], directory: Path) -> list[BareSpec]:
     """One for each bare rank, with its rows written to `directory`."""
     specs = []
-    for role, settings, model in (
+    models: tuple[tuple[Literal["actor", "critic"], RoleConfig, str], ...] = (
         ("critic", config.critic, config.critic.init),
         ("actor", config.actor, config.model.path),
-    ):
+    )
+    for role, settings, model in models:
         for rank, micro_batches in enumerate(plans[role].ranks):
             rows = directory / f"{role}-{rank}.npz"
             write_rows(rows, rows_of(batch, micro_batches))

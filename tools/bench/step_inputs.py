@@ -1,16 +1,15 @@
 """What both sides of the step benchmark are given: model directories and a batch."""
 
-import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from numpy.typing import NDArray
+from safetensors.numpy import save_file
 
-from megatron_sao.types import Batch, StopReason, Trajectory
+from megatron_sao.types import StopReason, Trajectory
+from tools.bench.bench_model import DEVIATION, HEAD_DIM, Sizes
+from tools.warm_start.model import build_config, build_tokenizer
 
 NUM_EXPERTS, TOP_K = 8, 2
 GROUP_SIZE = 4  # trajectories of one prompt, for GRPO
@@ -28,42 +27,61 @@ class Size:
 
 
 def write_models(directory: Path, size: Size, *, seed: int = 0) -> tuple[Path, Path]:
-    """A random Qwen3-MoE policy, and a critic with its backbone and a random value head, as HF directories.
+    """A random float32 Qwen3-MoE policy, and a critic with its backbone and a random value head, as HF directories.
 
     The head is not zero, so that the critic's backbone has gradients from its first update on.
+
+    Raises:
+        ValueError: `hidden` does not divide into heads.
     """
-    policy, critic = directory / "policy", directory / "critic"
-    torch.manual_seed(seed)
-    config = Qwen3MoeConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=size.hidden // 4,
-        intermediate_size=2 * size.hidden,
-        moe_intermediate_size=size.hidden,
+    sizes = Sizes(
+        hidden=size.hidden,
+        expert=size.hidden,
         num_experts=NUM_EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        mlp_only_layers=[],
-        tie_word_embeddings=False,
-        max_position_embeddings=size.max_tokens_per_micro_batch,
-        dtype="float32",
+        num_layers=size.num_layers,
+        vocab=size.vocab_size,
     )
-    Qwen3MoeForCausalLM(config).save_pretrained(policy)
-    shutil.copytree(policy, critic)
-    tensors = load_file(policy / "model.safetensors")
-    del tensors["lm_head.weight"]
-    save_file(tensors, critic / "model.safetensors", metadata={"format": "pt"})
-    save_file({"value_head.weight": 0.02 * torch.randn(1, size.hidden)}, critic / "value_head.safetensors")
-    fields = json.loads((policy / "config.json").read_text(encoding="utf-8"))
-    (critic / "config.json").write_text(json.dumps({**fields, "role": "critic"}), encoding="utf-8")
+    if size.hidden % (2 * HEAD_DIM):
+        raise ValueError(f"hidden = {size.hidden} is not a multiple of {2 * HEAD_DIM}, two heads")
+    config = build_config(build_tokenizer())
+    config.update(
+        {
+            "vocab_size": size.vocab_size,
+            "hidden_size": size.hidden,
+            "num_hidden_layers": size.num_layers,
+            "num_attention_heads": sizes.num_heads,
+            "num_key_value_heads": sizes.num_kv_heads,
+            "head_dim": HEAD_DIM,
+            "intermediate_size": 2 * size.hidden,
+            "moe_intermediate_size": size.hidden,
+            "num_experts": NUM_EXPERTS,
+            "num_experts_per_tok": TOP_K,
+            "max_position_embeddings": size.max_tokens_per_micro_batch,
+            "architectures": ["Qwen3MoeForCausalLM"],
+        }
+    )
+    rng = np.random.default_rng(seed)
+    policy, critic = directory / "policy", directory / "critic"
+    tensors = {name: _random(name, shape, rng) for name, shape in sizes.tensors()}
+    head = {"value_head.weight": _random("head", (1, size.hidden), rng)}
+    config.save_pretrained(policy)
+    save_file(tensors, policy / "model.safetensors", metadata={"format": "pt"})
+    config.update({"role": "critic"})
+    config.save_pretrained(critic)
+    backbone = {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+    save_file(backbone, critic / "model.safetensors", metadata={"format": "pt"})
+    save_file(head, critic / "value_head.safetensors")
     return policy, critic
 
 
-def make_batch(size: Size, *, seed: int = 0) -> tuple[Batch, tuple[str, ...]]:
-    """`num_tokens` tokens in trajectories of two turns, an eighth to a half of a row long, and each one's prompt id.
+def _random(name: str, shape: tuple[int, ...], rng: np.random.Generator) -> NDArray[np.float32]:
+    if name.endswith("norm.weight"):
+        return np.ones(shape, dtype=np.float32)
+    return DEVIATION * rng.standard_normal(shape, dtype=np.float32)
+
+
+def make_trajectories(size: Size, *, seed: int = 0) -> tuple[Trajectory, ...]:
+    """`num_tokens` tokens in trajectories of two turns, an eighth to a half of a row long.
 
     Half of a trajectory is sampled: a quarter prompt, turn, a quarter observation, turn. Rewards are 0 or 1.
     """
@@ -73,8 +91,7 @@ def make_batch(size: Size, *, seed: int = 0) -> tuple[Batch, tuple[str, ...]]:
     while (left := size.num_tokens - sum(lengths)) >= 2 * shortest:
         lengths.append(int(rng.integers(shortest, min(longest, left - shortest) + 1)))
     lengths.append(left)
-    trajectories = tuple(_trajectory(index, length, size, rng) for index, length in enumerate(lengths))
-    return Batch.of(0, trajectories), tuple(trajectory.prompt_id for trajectory in trajectories)
+    return tuple(_trajectory(index, length, size, rng) for index, length in enumerate(lengths))
 
 
 def _trajectory(index: int, length: int, size: Size, rng: np.random.Generator) -> Trajectory:
