@@ -233,6 +233,7 @@ class Bucket:
 
     tensors: tuple[TensorSpec, ...]
     num_bytes: int
+    source: int = 0  # rank of the actor that broadcasts it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,6 +246,11 @@ class PublishPlan:
     @property
     def num_bytes(self) -> int:
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Ranks of the actor that broadcast a bucket."""
+        return tuple(sorted({bucket.source for bucket in self.buckets}))
 
 
 def _check_hex(value: str, what: str) -> None:

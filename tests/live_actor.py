@@ -55,15 +55,24 @@ class LiveSource:
         left_out = EXPERT if self._step == EXPERT_LEFT_OUT else "nothing"
         return [tensor for tensor in self._source.tensors() if not tensor.spec.name.startswith(left_out)]
 
-    def gather(self, specs: Sequence[TensorSpec]) -> Mapping[str, torch.Tensor]:
-        tensors = dict(self._source.gather(specs))
+    def gather(
+        self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
+    ) -> int:
         self._num_gathers += 1
-        if self._step == SENDER_FAILS_ONCE and self._num_gathers == 2 and tensors:
+        if self._step == SENDER_FAILS_ONCE and self._num_gathers == 2 and places is not None:
             raise RuntimeError("scripted failure of the gather")
-        if self._step == GATE_UP_SWAPPED and EXPERT + "gate_proj.weight" in tensors:
-            gate, up = (EXPERT + f"{part}_proj.weight" for part in ("gate", "up"))
-            tensors[gate], tensors[up] = tensors[up], tensors[gate]
-        return tensors
+        return self._source.gather(specs, self._swapped(places), target=target, timeout_s=timeout_s)
+
+    def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:
+        swapped = self._swapped(places)
+        assert swapped is not None
+        return self._source.flatten(specs, swapped)
+
+    def _swapped(self, places: Mapping[str, torch.Tensor] | None) -> Mapping[str, torch.Tensor] | None:
+        gate, up = (EXPERT + f"{part}_proj.weight" for part in ("gate", "up"))
+        if self._step != GATE_UP_SWAPPED or places is None or gate not in places:
+            return places
+        return {**places, gate: places[up], up: places[gate]}
 
 
 def run_live_actor(rank: int, port: int, start: Path, other: Path) -> None:

@@ -19,7 +19,7 @@ import torch
 from megatron_sao.channel import ActorUpdate, Answer, Channel, ChannelServer, Command, Score, Tensors
 from megatron_sao.config import PublishConfig
 from megatron_sao.controller.publish import Publisher, PublishError
-from megatron_sao.rollout.engine import GenerateRequest
+from megatron_sao.rollout.engine import GenerateRequest, Generation
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 from megatron_sao.sync.verify import fixed_prompt
 from tests.fake_engine import FakeEngine, Faults
@@ -74,7 +74,7 @@ async def running(
     num_ranks: int = 1,
     faults: Faults | None = None,
     raise_at: frozenset[int] = frozenset(),
-    transpose_at: frozenset[int] = frozenset(),
+    forget_at: frozenset[int] = frozenset(),
     version: str = "0.5.23",
     settings: Mapping[str, Any] = {},
 ) -> AsyncIterator[Parts]:
@@ -82,7 +82,7 @@ async def running(
     server = ChannelServer()
     port = await server.start("127.0.0.1", KEY)
     ranks = asyncio.create_task(
-        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, raise_at, transpose_at, timeout_s=150)
+        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, raise_at, forget_at, timeout_s=150)
     )
     try:
         async with FakeEngine(version=version, weights=toy_values(0), faults=faults) as fake:
@@ -95,7 +95,7 @@ async def running(
                     | settings
                 )
             )
-            publisher = Publisher(engine, actor, config, engine_ranks=1, fixed_prompt=fixed_prompt(320))
+            publisher = Publisher([engine], actor, config, engine_ranks=1, fixed_prompt=fixed_prompt(320))
             try:
                 yield Parts(fake, engine, actor, publisher)
             finally:
@@ -123,7 +123,7 @@ async def test_a_publish_brings_every_trained_tensor_bit_exact_and_the_group_sta
         assert report.metrics["publish/bytes"].value == report.num_bytes
         assert report.metrics["publish/logprob_max_difference"].value < 1e-6
         assert (report.num_attempts, parts.paths().count("/init_weights_update_group")) == (1, 1)
-        for phase in ("total", "pause", "gather", "flatten", "send", "load", "resume"):
+        for phase in ("total", "plan", "pause", "prepare", "gather", "flatten", "send", "load", "resume"):
             assert 0 <= report.metrics[f"publish/{phase}_s"].value < 30
 
 
@@ -141,10 +141,18 @@ async def test_a_publish_pauses_begins_loads_ends_resumes_and_only_the_last_buck
         assert dict(parts.fake.calls)["/pause_generation"] == {"mode": "retract"}
 
 
+async def generate_and_close(engine: SGLangEngine, request: GenerateRequest) -> Generation:
+    try:
+        return await engine.generate(request)
+    finally:
+        await engine.close()
+
+
 async def generating(parts: Parts) -> "asyncio.Task[Any]":
-    """A request that waits at the paused engine."""
+    """A request that waits at the paused engine: another client's, since the publishing one keeps its own back."""
+    other = SGLangEngine(parts.fake.url, api_key=None, vocab_size=320, max_tokens=512, timeouts=Timeouts(request_s=20))
     request = GenerateRequest(rid=uuid.uuid4().hex, input_ids=(5, 6, 7), max_new_tokens=4)
-    task = asyncio.create_task(parts.engine.generate(request))
+    task = asyncio.create_task(generate_and_close(other, request))
     for _ in range(500):
         if parts.fake.waiting:
             break
@@ -164,8 +172,12 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "join refused": ({"faults": Faults(fail_calls={"/init_weights_update_group": 400})}, r"phase connect: .*HTTP 400"),
     "resume refused": ({"faults": Faults(fail_calls={"/continue_generation": 500})}, r"phase resume: .*HTTP 500"),
     "end refused": ({"faults": Faults(fail_calls={"/end_weight_update": 500})}, r"phase end: .*HTTP 500"),
-    "gather raises": ({"raise_at": frozenset({1, 2})}, r"phase load, bucket [01]: actor failed .*scripted failure"),
-    "wrong shape": ({"transpose_at": frozenset({1, 4})}, r"bucket 2: .*phase flatten: bucket 2: .*planned was"),
+    "gather raises": (
+        {"raise_at": frozenset({1, 2})},
+        r"phase prepare: actor failed .*phase gather: bucket 0: scripted failure.*; the attempt before: "
+        r".*phase load, bucket 0: actor failed .*phase gather: bucket 1: scripted failure",
+    ),
+    "a tensor forgotten": ({"forget_at": frozenset({0, 1})}, r"prepare: .*phase flatten: bucket 0: .* bytes were"),
 }
 
 
@@ -178,7 +190,7 @@ async def test_a_broken_publish_names_its_phase_and_the_engine_serves_nothing_un
         with pytest.raises(PublishError, match=message):
             await parts.publisher.publish(1, full=True)
         assert time.monotonic() - start_s < 20
-        assert not parts.publisher.engine_is_known
+        assert not parts.publisher.engines_are_known
         parts.fake.faults.fail_calls = {}
         if parts.fake.paused is None:  # the engine was never paused: it has its old weights, whole
             assert not parts.fake.received
@@ -232,7 +244,7 @@ async def test_wrong_log_probs_after_a_publish_withdraw_the_engine() -> None:
         with pytest.raises(RuntimeError, match=r"differ on the fixed prompt by at most 0\.5 nats"):
             await parts.publisher.publish(1)
         assert parts.fake.paused == "retract"
-        assert not parts.publisher.engine_is_known
+        assert not parts.publisher.engines_are_known
 
 
 async def test_the_first_publish_brings_every_checksum_back() -> None:
@@ -242,7 +254,7 @@ async def test_the_first_publish_brings_every_checksum_back() -> None:
         assert parts.fake.weights.checksums() == loaded
         checks = [body["action"] for path, body in parts.fake.calls if path == "/weights_checker"]
         assert checks == ["checksum", "reset_tensors", "checksum", "checksum"]
-        assert parts.publisher.engine_is_known
+        assert parts.publisher.engines_are_known
 
 
 async def test_a_tensor_that_the_engine_loses_is_named_by_the_first_publish_and_nothing_is_served() -> None:

@@ -75,7 +75,7 @@ async def running(live_server: LiveServer, other_model: Path) -> AsyncIterator[P
     try:
         actor = await channels.accept("actor", 90)
         settings = PublishConfig(bucket_bytes=200_000, timeout_s=30, first_timeout_s=30, logprob_tolerance=1e-4)
-        publisher = Publisher(engine, actor, settings, engine_ranks=1, fixed_prompt=PROMPT)
+        publisher = Publisher([engine], actor, settings, engine_ranks=1, fixed_prompt=PROMPT)
         parts = Parts(publisher, actor, engine)
         try:
             yield parts
@@ -116,7 +116,7 @@ async def test_one_wrong_expert_in_the_first_publish_is_named_and_the_engine_sta
             RuntimeError, match=r"other than they were loaded from disk: model\.layers\.1\.mlp\.experts\.w"
         ):
             await parts.publisher.first_publish()
-        assert not parts.publisher.engine_is_known
+        assert not parts.publisher.engines_are_known
 
 
 @pytest.mark.parametrize("broken", [EXPERT_LEFT_OUT, GATE_UP_SWAPPED])

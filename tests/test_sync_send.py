@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_sao.sync import send
+from megatron_sao.sync import group
+from megatron_sao.sync.group import open_store
 from megatron_sao.sync.plan import digest, make_plan
-from megatron_sao.sync.send import WeightSender, compare_digests, open_store
+from megatron_sao.sync.send import WeightSender, compare_digests
 from tests.ranks import run_ranks
 from tests.toy_actor import ToySource, toy_tensors
 
@@ -39,14 +40,20 @@ def test_ranks_that_would_send_different_plans_all_say_so_before_the_first_byte(
         assert all(each in message for each in digests)
 
 
+def join(sender: WeightSender, name: str, world_size: int, timeout_s: float, cancelled: Any = lambda: False) -> None:
+    end = sender.listen()
+    assert end is not None
+    sender.join({0: name}, world_size, timeout_s, endpoint=(end.address, end.port), cancelled=cancelled)
+
+
 def join_alone(rank: int) -> dict[str, tuple[str, float]]:
     sender = WeightSender(ToySource(rank, 1), rank=rank, backend="gloo")
-    results = {"no listen": outcome(sender.join, "g0", 2, 5.0)}
-    sender.listen()
-    results["deadline"] = outcome(sender.join, "g1", 2, 1.0)
-    sender.listen()
-    results["cancel"] = outcome(sender.join, "g2", 2, 60.0, lambda: True)
+    results = {"no listen": outcome(lambda: sender.join({0: "g0"}, 2, 5.0, endpoint=("127.0.0.1", 1)))}
+    results["deadline"] = outcome(join, sender, "g1", 2, 1.0)
+    results["cancel"] = outcome(join, sender, "g2", 2, 60.0, lambda: True)
     sender.plan(full=True, bucket_bytes=100)
+    results["not prepared"] = outcome(sender.send, 0, 5.0)
+    sender.prepare(0, 5.0)
     results["no group"] = outcome(sender.send, 0, 5.0)
     results["no bucket"] = outcome(sender.send, 99, 5.0)
     sender.leave()
@@ -61,6 +68,7 @@ def test_a_join_without_engines_ends_by_its_deadline_or_a_cancel_and_says_where(
         assert seconds < 4, (case, seconds)
     assert "call listen() first" in results["no listen"][0]
     assert "cancelled by the controller" in results["cancel"][0]
+    assert "bucket 0 is not prepared" in results["not prepared"][0]
     assert "bucket 0: no update group" in results["no group"][0]
     assert "bucket 99 is none of the plan's" in results["no bucket"][0]
 
@@ -84,10 +92,12 @@ def broadcast_to_nobody(rank: int) -> dict[str, tuple[str, float]]:
             dist.barrier()
             del engine
             continue
-        sender.join(case, 2, 10.0)
+        sender.join({0: case}, 2, 10.0, endpoint=(end.address, end.port))
         dist.barrier()
         sender._plan = make_plan(toy_tensors(), bucket_bytes=100, full=True)
+        sender.prepare(1, 5.0)
         results[case] = outcome(sender.send, 1, timeout_s, cancelled)
+        sender.prepare(1, 5.0)
         results[f"again after {case}"] = outcome(sender.send, 1, timeout_s, cancelled)
         start_s = time.monotonic()
         sender.leave()
@@ -116,13 +126,14 @@ def start_that_blocks(rank: int) -> dict[str, tuple[str, float]]:
         assert free.wait(30)
         raise RuntimeError("the communicator was aborted")
 
-    send._start_broadcast = blocked
+    group.start_broadcast = blocked
     for case, timeout_s, cancelled in (("deadline", 1.0, lambda: False), ("cancel", 20.0, lambda: True)):
         sender = WeightSender(ToySource(0, 1), rank=0, backend="gloo")
-        sender.listen()
-        sender.join(case, 1, 10.0)
+        join(sender, case, 1, 10.0)
         sender.plan(full=True, bucket_bytes=100)
+        sender.prepare(1, 5.0)
         results[case] = outcome(sender.send, 1, timeout_s, cancelled)
+        sender.prepare(1, 5.0)
         results[f"again after {case}"] = outcome(sender.send, 1, timeout_s, cancelled)
         start_s = time.monotonic()
         sender.leave()

@@ -1,8 +1,9 @@
 """A toy actor for publish tests: real ranks, a real channel, the real sender; tensors made from their name and step."""
 
+import dataclasses
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from megatron_sao.channel import (
     PublishLeave,
     PublishListen,
     PublishPlanning,
+    PublishPrepare,
     PublishSend,
     RoleConnection,
     Score,
@@ -65,43 +67,45 @@ class ToySource:
     rank: int
     world_size: int
     raise_at: frozenset[int] = frozenset()
-    transpose_at: frozenset[int] = frozenset()
+    forget_at: frozenset[int] = frozenset()
     step: int = 0
     num_gathers: int = 0
 
     def tensors(self) -> Sequence[Publishable]:
-        return toy_tensors()
+        return [dataclasses.replace(tensor, owner=self._owner(tensor.spec)) for tensor in toy_tensors()]
 
-    def gather(self, specs: Sequence[TensorSpec]) -> Mapping[str, torch.Tensor]:
+    def gather(
+        self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
+    ) -> int:
         number, self.num_gathers = self.num_gathers, self.num_gathers + 1
-        names = [tensor.spec.name for tensor in toy_tensors()]
-        tensors = {spec.name: self._collect(spec, names.index(spec.name) % self.world_size) for spec in specs}
-        if self.rank:
-            return {}
-        if number in self.raise_at:
+        if self.rank == target and number in self.raise_at:
             raise RuntimeError("scripted failure of the gather")
-        if number in self.transpose_at:
-            return {name: tensor.t() if tensor.ndim == 2 else tensor for name, tensor in tensors.items()}
-        return tensors
+        num_bytes = 0
+        for spec in specs:
+            owner = self._owner(spec)
+            if self.rank == owner != target:
+                dist.send(toy_value(spec, self.step).view(torch.uint8), dst=target)
+            elif self.rank == target != owner:
+                assert places is not None
+                dist.recv(places[spec.name].view(torch.uint8), src=owner)
+                num_bytes += places[spec.name].nbytes
+        return num_bytes
 
-    def _collect(self, spec: TensorSpec, owner: int) -> torch.Tensor:
-        tensor = (
-            toy_value(spec, self.step)
-            if self.rank == owner
-            else torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-        )
-        if owner and self.rank == owner:
-            dist.send(tensor.view(torch.uint8), dst=0)
-        elif owner and self.rank == 0:
-            dist.recv(tensor.view(torch.uint8), src=owner)
-        return tensor
+    def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:
+        own = [spec for spec in specs if self._owner(spec) == self.rank]
+        if self.num_gathers - 1 in self.forget_at:
+            own = own[1:]
+        for spec in own:
+            places[spec.name].copy_(toy_value(spec, self.step))
+        return sum(places[spec.name].nbytes for spec in own)
+
+    def _owner(self, spec: TensorSpec) -> int:
+        return [tensor.spec.name for tensor in toy_tensors()].index(spec.name) % self.world_size
 
 
-def run_toy_actor(
-    rank: int, world_size: int, port: int, raise_at: frozenset[int], transpose_at: frozenset[int]
-) -> None:
+def run_toy_actor(rank: int, world_size: int, port: int, raise_at: frozenset[int], forget_at: frozenset[int]) -> None:
     """For `run_ranks`."""
-    serve(rank, port, ToySource(rank, world_size, raise_at, transpose_at))
+    serve(rank, port, ToySource(rank, world_size, raise_at, forget_at))
 
 
 def serve(rank: int, port: int, source: Any) -> None:
@@ -130,17 +134,18 @@ def _execute(
             source.step = version + 1
         case Score():
             return Answer(tensors={"logprobs": source.score(tensors["token_ids"])})
-        case PublishPlanning(full=full, bucket_bytes=bucket_bytes):
-            return Answer(data=publish_plan_data(sender.plan(full=full, bucket_bytes=bucket_bytes)))
+        case PublishPlanning(full=full, bucket_bytes=bucket_bytes, direct=direct):
+            return Answer(data=publish_plan_data(sender.plan(full=full, bucket_bytes=bucket_bytes, direct=direct)))
         case PublishListen():
             end = sender.listen()
-            return Answer(data={"address": end.address, "port": end.port, "backend": end.backend} if end else {})
-        case PublishJoin(group_name=group_name, world_size=world_size, timeout_s=timeout_s):
-            sender.join(group_name, world_size, timeout_s, cancelled)
+            return Answer(data=asdict(end) if end else {})
+        case PublishJoin(groups=groups, world_size=world_size, address=address, port=port, timeout_s=timeout_s):
+            sender.join(groups, world_size, timeout_s, endpoint=(address, port), cancelled=cancelled)
+        case PublishPrepare(bucket=bucket, timeout_s=timeout_s):
+            sender.prepare(bucket, timeout_s)
         case PublishSend(bucket=bucket, timeout_s=timeout_s):
             sent = sender.send(bucket, timeout_s, cancelled)
-            seconds = {f"{k}_s": getattr(sent, f"{k}_s") for k in ("gather", "flatten", "send")} if sent else {}
-            return Answer(data={"bytes": sent.num_bytes if sent else 0, **seconds})
+            return Answer(data=asdict(sent) if sent else {})
         case PublishLeave():
             sender.leave()
     return Answer()

@@ -136,30 +136,41 @@ class Score(Command):
 
 
 class PublishPlanning(Command):
-    """data: the PublishPlan (read it with `publish_plan_from`). `full`: frozen tensors too."""
+    """data: the PublishPlan (for `publish_plan_from`). `full`: frozen tensors too; `direct`: each from its owner."""
 
     kind: Literal["publish_plan"] = "publish_plan"
     full: bool
     bucket_bytes: Positive
+    direct: bool = False
 
 
 class PublishListen(Command):
-    """Rank 0 opens the store at which the update group meets. data: {address, port}."""
+    """Rank 0 opens the store at which the update groups meet. data: {address, port, backend}."""
 
     kind: Literal["publish_listen"] = "publish_listen"
 
 
 class PublishJoin(Command):
-    """Rank 0 joins the update group as its rank 0; the engines join at the same time."""
+    """Rank r joins the update group `groups[r]` as its rank 0; the engines join all of them at the same time."""
 
     kind: Literal["publish_join"] = "publish_join"
-    group_name: str
+    groups: dict[NonNegative, str]  # by source: a rank of the actor that broadcasts
     world_size: Annotated[int, Field(ge=2)]
+    address: str
+    port: Positive
+    timeout_s: Seconds
+
+
+class PublishPrepare(Command):
+    """Gather and flatten bucket number `bucket` of the plan on its source."""
+
+    kind: Literal["publish_prepare"] = "publish_prepare"
+    bucket: NonNegative
     timeout_s: Seconds
 
 
 class PublishSend(Command):
-    """Gather bucket number `bucket` of the plan and broadcast it. data: {bytes, gather_s, flatten_s, send_s}."""
+    """Broadcast the prepared bucket, prepare the next one meanwhile. data: {num_bytes, gather_s, flatten_s, send_s}."""
 
     kind: Literal["publish_send"] = "publish_send"
     bucket: NonNegative
@@ -196,6 +207,7 @@ AnyCommand = Annotated[
     | PublishPlanning
     | PublishListen
     | PublishJoin
+    | PublishPrepare
     | PublishSend
     | PublishLeave
     | Export

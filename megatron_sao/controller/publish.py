@@ -1,56 +1,51 @@
-"""A publish: the engine goes from one weight version to the next, or is known to be in no version at all.
+"""A publish: the engines go from one weight version to the next, or are known to be in no version at all.
 
-    plan ──> connect (once) ──> pause ──> begin ──> [engine loads bucket || actor sends bucket] ... ──> end ──> resume
+    plan ──> connect (once) ──> prepare ──> pause ──> begin ──> [engines load bucket k || actor sends bucket k and
+    prepares bucket k+1] ... ──> end ──> resume
 
-Consumes the actor's weights, produces an engine that serves them. Waits for the engine and the actor; every phase has
-a deadline. On any failure both sides leave the group, the session is ended, the engine stays paused and counts as
-unknown (it may hold half of the new weights): it serves nothing before a publish of all tensors has succeeded. The
-actor's version stands.
+Consumes the actor's weights, produces engines that serve them. Waits for the engines and the actor; every phase has a
+deadline. On any failure both sides leave the groups, the session is ended, the engines stay paused and count as unknown
+(they may hold half of the new weights): they serve nothing before a publish of all tensors has succeeded. The actor's
+version stands.
 """
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import numpy as np
 
 from megatron_sao.channel import (
     Answer,
     Channel,
-    ChannelError,
-    Command,
     ProtocolError,
     PublishJoin,
     PublishLeave,
     PublishListen,
     PublishPlanning,
+    PublishPrepare,
     PublishSend,
-    Score,
     publish_plan_from,
 )
 from megatron_sao.config import PublishConfig
+from megatron_sao.controller.engines import CANCEL_S, Failure, compare_logprobs, quietly, together
 from megatron_sao.metrics import Metric
-from megatron_sao.rollout.engine import Engine, EngineError
+from megatron_sao.rollout.engine import Engine, EngineError, PauseMode
 from megatron_sao.sync.plan import check_digest
-from megatron_sao.sync.verify import check_logprobs, check_reset, check_returned
+from megatron_sao.sync.verify import check_reset, check_returned
+from megatron_sao.trace import NoTrace, Trace
 from megatron_sao.types import PublishPlan, WeightVersion
 
 LOG = logging.getLogger(__name__)
-Failure = (EngineError, ChannelError, ProtocolError, TimeoutError)
 Check = Callable[[], Awaitable[None]]
 
 _NUM_ATTEMPTS = 2
-_CANCEL_S = 30.0  # the longest that one side may take to leave a group or a session
-_ANSWER_S = 5.0  # the actor bounds a send by itself; its answer may come this much later
+_ANSWER_S = 10.0  # the actor bounds a send by itself; its answer may come this much later
 
 
 class PublishError(RuntimeError):
-    """A publish failed; `phase` and `bucket` (None outside of load) say where. The engine is paused and unknown."""
+    """A publish failed; `phase` and `bucket` (None outside of load) say where. The engines are paused and unknown."""
 
     def __init__(self, what: str, phase: str, bucket: int | None, reason: str) -> None:
         where = phase if bucket is None else f"{phase}, bucket {bucket}"
@@ -65,7 +60,12 @@ class PublishError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PublishReport:
-    """What a publish did. `metrics`: publish/{total,pause,gather,flatten,send,load,resume,verify}_s, /bytes, ..."""
+    """What a publish did. `metrics`: publish/bytes, and publish/*_s with
+
+    total: from the plan to the resume; pause: how long the engines did not generate; prepare: gather and flatten as far
+    as nothing else went on meanwhile; gather, flatten: all of it; send: broadcasts; load: what the engines took beyond;
+    verify: the fixed prompt, after the resume.
+    """
 
     version: WeightVersion
     full: bool
@@ -76,54 +76,63 @@ class PublishReport:
 
 
 @dataclass(slots=True)
-class _Trace:
+class _Phases:
     """Where an attempt is, and what it took so far."""
 
+    trace: Trace
     phase: str = "plan"
     bucket: int | None = None
     seconds: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
-    def during(self, phase: str, bucket: int | None = None) -> Iterator[None]:
-        self.phase, self.bucket = phase, bucket
+    def during(self, phase: str) -> Iterator[None]:
         start_s = time.monotonic()
-        yield
+        with self.at(phase):
+            yield
         self.add(phase, time.monotonic() - start_s)
+
+    @contextmanager
+    def at(self, phase: str, bucket: int | None = None) -> Iterator[None]:
+        self.phase, self.bucket = phase, bucket
+        with self.trace.span("publish", phase, **({} if bucket is None else {"bucket": bucket})):
+            yield
 
     def add(self, phase: str, seconds: float) -> None:
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
 
 class Publisher:
-    """Publishes the weights of one actor to one engine. One publish at a time.
+    """Publishes the weights of one actor to its engines, all in one. One publish at a time.
 
-    `engine_ranks` is the engine's tensor parallel size. `fixed_prompt` is scored by both sides after each publish
+    `engine_ranks` is each engine's tensor parallel size. `fixed_prompt` is scored by both sides after each publish
     (None: not, for engines without a model).
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engines: Sequence[Engine],
         actor: Channel,
         settings: PublishConfig,
         *,
         engine_ranks: int,
         fixed_prompt: Sequence[int] | None,
+        trace: Trace | None = None,
     ) -> None:
-        self._engine, self._actor, self._settings = engine, actor, settings
-        self._world_size = 1 + engine_ranks
-        self._fixed_prompt = fixed_prompt
-        self._group: str | None = None
-        self._group_is_warm = False  # it has carried a bucket: NCCL compiles with the first
-        self._num_groups = 0
-        self._known = True  # the engine holds exactly the weights of the version that it names
+        self._engines, self._actor, self._settings = tuple(engines), actor, settings
+        self._names = ", ".join(engine.name for engine in engines)
+        self._engine_ranks, self._fixed_prompt = engine_ranks, fixed_prompt
+        self._trace = trace or NoTrace()
+        self._groups: Mapping[int, str] = {}  # by source
+        self._warm: set[int] = set()  # sources whose group has carried a bucket: NCCL compiles with the first
+        self._has_connected = False
+        self._known = True  # the engines hold exactly the weights of the version that they name
 
     @property
-    def engine_is_known(self) -> bool:
+    def engines_are_known(self) -> bool:
         return self._known
 
     async def first_publish(self, version: WeightVersion = 0) -> PublishReport:
-        """Publish the weights that the engine has loaded from disk itself, and see every one of them arrive.
+        """Publish the weights that the engines have loaded from disk themselves, and see every one of them arrive.
 
         Raises:
             RuntimeError: a tensor did not come back as it was loaded (named), or the log-probs differ.
@@ -132,55 +141,56 @@ class Publisher:
         if not self._settings.verify_first:
             return await self.publish(version, full=True)
         try:
-            loaded = await self._engine.checksum()
+            loaded = await together(*(engine.checksum() for engine in self._engines))
         except EngineError as error:
             if error.status is None:
                 raise
             LOG.warning("the first publish is verified by the log-probs of a fixed prompt only: %s", error)
             return await self.publish(version, full=True)
         self._known = False
-        await self._engine.pause("retract")
-        await self._engine.reset_tensors()
-        kept = check_reset(loaded, await self._engine.checksum())
-        if kept:
-            LOG.warning("the reset left %d tensors as they were, these are not verified: %s", len(kept), kept[:8])
+        await together(*(engine.pause("retract") for engine in self._engines))
+        await together(*(engine.reset_tensors() for engine in self._engines))
+        for before, reset in zip(loaded, await together(*(e.checksum() for e in self._engines)), strict=True):
+            if kept := check_reset(before, reset):
+                LOG.warning("the reset left %d tensors as they were, these are not verified: %s", len(kept), kept[:8])
 
         async def every_tensor_is_back() -> None:
-            check_returned(loaded, await self._engine.checksum())
-            LOG.info("first publish: all %d checksums are those of the load from disk", len(loaded))
+            for before, now in zip(loaded, await together(*(e.checksum() for e in self._engines)), strict=True):
+                check_returned(before, now)
+            LOG.info("first publish: all %d checksums are those of the load from disk", sum(map(len, loaded)))
 
         return await self._publish(version, full=True, check=every_tensor_is_back)
 
     async def publish(self, version: WeightVersion, *, full: bool = False) -> PublishReport:
-        """Bring the engine to `version`: what training can change, or everything (`full`, or an unknown engine).
+        """Bring the engines to `version`: what training can change, or everything (`full`, or an unknown engine).
 
         Raises:
-            PublishError: two attempts failed, the second with a new group and all tensors; the engine stays paused.
-            RuntimeError: the log-probs of the fixed prompt differ by more than the tolerance; it is paused then too.
+            PublishError: two attempts failed, the second with new groups and all tensors; the engines stay paused.
+            RuntimeError: the log-probs of the fixed prompt differ by more than the tolerance; they are paused then too.
         """
         return await self._publish(version, full=full, check=None)
 
     async def close(self) -> None:
-        """Leave the group on both sides. What goes wrong is logged."""
+        """Leave the groups on both sides. What goes wrong is logged."""
         await self._leave()
 
     async def _publish(self, version: WeightVersion, *, full: bool, check: Check | None) -> PublishReport:
         start_s = time.monotonic()
-        num_attempts, trace = 1, _Trace()
+        num_attempts, phases = 1, _Phases(self._trace)
         first: PublishError | None = None
         while True:
             whole = full or not self._known
             try:
-                plan = await self._attempt(version, full=whole, check=check, trace=trace)
+                plan = await self._attempt(version, full=whole, check=check, phases=phases)
                 break
             except PublishError as error:
                 if num_attempts == _NUM_ATTEMPTS:
                     raise error.after(first) from error.__cause__
                 first = error
-                LOG.warning("%s; one more attempt, with a new group and all tensors", error)
-            num_attempts, trace = num_attempts + 1, _Trace()
-        trace.add("total", time.monotonic() - start_s)
-        with trace.during("verify"):
+                LOG.warning("%s; one more attempt, with new groups and all tensors", error)
+            num_attempts, phases = num_attempts + 1, _Phases(self._trace)
+        phases.add("total", time.monotonic() - start_s)
+        with phases.during("verify"):
             difference = await self._verify(version)
         return PublishReport(
             version=version,
@@ -188,179 +198,164 @@ class Publisher:
             num_attempts=num_attempts,
             num_tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
             num_bytes=plan.num_bytes,
-            metrics=_metrics(trace, plan, num_attempts) | difference,
+            metrics=_metrics(phases, plan, num_attempts) | difference,
         )
 
-    async def _attempt(self, version: WeightVersion, *, full: bool, check: Check | None, trace: _Trace) -> PublishPlan:
+    async def _attempt(
+        self, version: WeightVersion, *, full: bool, check: Check | None, phases: _Phases
+    ) -> PublishPlan:
+        mode: PauseMode = self._settings.pause if self._known else "retract"  # KV of half of the weights is not kept
         self._known = False
         try:
-            with trace.during("plan"):
+            with phases.during("plan"):
                 plan = await self._plan(full)
-            if self._group is None:
-                with trace.during("connect"):
-                    await self._connect()
+            if not set(plan.sources) <= set(self._groups):
+                with phases.during("connect"):
+                    await self._connect(plan)
+            with phases.during("prepare"):
+                await self._call(PublishPrepare(bucket=0, timeout_s=self._settings.timeout_s))
             pause_s = time.monotonic()
-            with trace.during("pause"):
-                await self._engine.pause("retract")
-            await self._transfer(version, plan, trace)
+            with phases.during("pause"):
+                await together(*(engine.pause(mode) for engine in self._engines))
+            await self._transfer(version, plan, phases, flush=mode == "retract")
             if check is not None:
                 await check()
-            with trace.during("resume"):
-                await self._engine.resume()
-            trace.add("paused", time.monotonic() - pause_s)
+            with phases.during("resume"):
+                await together(*(engine.resume() for engine in self._engines))
+            phases.add("paused", time.monotonic() - pause_s)
         except Failure as error:
             what = f"publish of version {version} ({'all tensors' if full else 'trained tensors'})"
             await self._leave()
-            await self._end_session()
+            await together(*(quietly("end the session", engine.end_update()) for engine in self._engines))
             reason = str(error) or type(error).__name__
-            raise PublishError(f"{what} to engine {self._engine.name}", trace.phase, trace.bucket, reason) from error
+            raise PublishError(f"{what} to engine {self._names}", phases.phase, phases.bucket, reason) from error
         self._known = True
         return plan
 
-    async def _transfer(self, version: WeightVersion, plan: PublishPlan, trace: _Trace) -> None:
-        with trace.during("begin"):
-            await self._engine.begin_update()
+    async def _transfer(self, version: WeightVersion, plan: PublishPlan, phases: _Phases, *, flush: bool) -> None:
+        """All buckets. The last one brings the version, and flushes the prefix cache (not where episodes keep KV)."""
+        with phases.during("begin"):
+            await together(*(engine.begin_update() for engine in self._engines))
         for index in range(len(plan.buckets)):
-            trace.phase, trace.bucket = "load", index
-            await self._bucket(version, plan, index, trace)
-        with trace.during("end"):
-            await self._engine.end_update()
-            served = await self._engine.weight_version()
-        if served != version:
-            raise EngineError(self._engine.name, "weight_version", None, f"it says {served} after this publish")
+            last = index == len(plan.buckets) - 1
+            with phases.at("load", index):
+                times = await self._bucket(plan, index, version=version if last else None, flush=flush and last)
+            for phase, seconds in times.items():
+                phases.add(phase, seconds)
+        with phases.during("end"):
+            await together(*(engine.end_update() for engine in self._engines))
+            served = await together(*(engine.weight_version() for engine in self._engines))
+        for engine, found in zip(self._engines, served, strict=True):
+            if found != version:
+                raise EngineError(engine.name, "weight_version", None, f"it says {found} after this publish")
 
     async def _plan(self, full: bool) -> PublishPlan:
-        command = PublishPlanning(full=full, bucket_bytes=self._settings.bucket_bytes)
-        answer = await self._actor.call(command, timeout_s=self._settings.timeout_s)
+        settings = self._settings
+        command = PublishPlanning(full=full, bucket_bytes=settings.bucket_bytes, direct=settings.sender == "direct")
+        answer = await self._actor.call(command, timeout_s=settings.timeout_s)
         return check_digest(publish_plan_from(answer.data))
 
-    async def _connect(self) -> None:
-        timeout_s = self._settings.timeout_s if self._num_groups else self._settings.first_timeout_s
+    async def _connect(self, plan: PublishPlan) -> None:
+        timeout_s = self._settings.timeout_s if self._has_connected else self._settings.first_timeout_s
+        self._has_connected = True
+        await self._leave()
         endpoint = (await self._actor.call(PublishListen(), timeout_s=timeout_s)).data
-        self._num_groups += 1
-        self._group = f"publish-{uuid.uuid4().hex[:12]}"
-        self._group_is_warm = False
-        join = self._engine.join_group(
-            address=str(endpoint["address"]),
-            port=int(str(endpoint["port"])),
-            rank_offset=1,
-            world_size=self._world_size,
-            group_name=self._group,
-            backend=str(endpoint["backend"]),
-            timeout_s=timeout_s,
-        )
-        command = PublishJoin(group_name=self._group, world_size=self._world_size, timeout_s=timeout_s)
-        await _together(join, self._call(command, timeout_s))
+        address, port = str(endpoint["address"]), int(str(endpoint["port"]))
+        name, world_size = f"publish-{uuid.uuid4().hex[:12]}", 1 + len(self._engines) * self._engine_ranks
+        self._groups, self._warm = {source: f"{name}-{source}" for source in plan.sources}, set()
 
-    async def _bucket(self, version: WeightVersion, plan: PublishPlan, index: int, trace: _Trace) -> None:
-        """One bucket: the engine receives it while the actor sends it. The last one brings the version and flushes."""
-        assert self._group is not None
-        last = index == len(plan.buckets) - 1
-        timeout_s = self._settings.timeout_s if self._group_is_warm else self._settings.first_timeout_s
+        async def join(engine: Engine, rank_offset: int) -> None:
+            for group_name in self._groups.values():
+                await engine.join_group(
+                    address=address,
+                    port=port,
+                    rank_offset=rank_offset,
+                    world_size=world_size,
+                    group_name=group_name,
+                    backend=str(endpoint["backend"]),
+                    timeout_s=timeout_s,
+                )
+
+        command = PublishJoin(
+            groups=dict(self._groups), world_size=world_size, address=address, port=port, timeout_s=timeout_s
+        )
+        offsets = range(1, world_size, self._engine_ranks)
+        joining = [join(engine, offset) for engine, offset in zip(self._engines, offsets, strict=True)]
+        await together(self._call(command), *joining)
+
+    async def _bucket(
+        self, plan: PublishPlan, index: int, *, version: WeightVersion | None, flush: bool
+    ) -> dict[str, float]:
+        """The engines receive and load a bucket while the actor sends it and prepares the next. What each part took."""
+        bucket = plan.buckets[index]
+        warm = bucket.source in self._warm
+        timeout_s = self._settings.timeout_s if warm else self._settings.first_timeout_s
         start_s = time.monotonic()
-        load = self._engine.load_bucket(
-            plan.buckets[index],
-            group_name=self._group,
-            version=version if last else None,
-            flush=last,
-            timeout_s=timeout_s + _ANSWER_S,
-        )
-        sent = (await _together(load, self._call(PublishSend(bucket=index, timeout_s=timeout_s), timeout_s))).data
-        if sent["bytes"] != plan.buckets[index].num_bytes:
-            raise ProtocolError(f"the actor sent {sent['bytes']} bytes, planned were {plan.buckets[index].num_bytes}")
-        self._group_is_warm = True
-        parts = {phase: float(str(sent[f"{phase}_s"])) for phase in ("gather", "flatten", "send")}
-        parts["load"] = max(0.0, time.monotonic() - start_s - sum(parts.values()))
-        for phase, seconds in parts.items():
-            trace.add(phase, seconds)
 
-    async def _call(self, command: Command, timeout_s: float) -> Answer:
-        return await self._actor.call(command, timeout_s=timeout_s + _ANSWER_S)
+        async def load(engine: Engine) -> float:
+            await engine.load_bucket(
+                bucket,
+                group_name=self._groups[bucket.source],
+                version=version,
+                flush=flush,
+                timeout_s=timeout_s + _ANSWER_S,
+            )
+            return time.monotonic() - start_s
+
+        send = self._call(PublishSend(bucket=index, timeout_s=timeout_s))
+        answer, *loaded = await together(send, *(load(engine) for engine in self._engines))
+        sent = answer.data
+        if sent["num_bytes"] != bucket.num_bytes:
+            raise ProtocolError(f"the actor sent {sent['num_bytes']} bytes, planned were {bucket.num_bytes}")
+        self._warm.add(bucket.source)
+        parts = {phase: float(str(sent[f"{phase}_s"])) for phase in ("gather", "flatten", "send")}
+        exposed_s = time.monotonic() - start_s - max(loaded)
+        return parts | {"load": max(0.0, max(loaded) - parts["send"]), "prepare": exposed_s}
+
+    async def _call(self, command: PublishJoin | PublishPrepare | PublishSend) -> Answer:
+        """The actor ends these by itself, and can say why."""
+        return await self._actor.call(command, timeout_s=command.timeout_s + _ANSWER_S)
 
     async def _verify(self, version: WeightVersion) -> dict[str, Metric]:
-        """Log-probs of the fixed prompt on both sides. A publish that fails here is not repeated: it is no accident."""
+        """Log-probs of the fixed prompt on all sides. A publish that fails here is not repeated: it is no accident."""
         if self._fixed_prompt is None:
             return {}
-        what = f"publish of version {version} to engine {self._engine.name}"
+        settings = self._settings
         try:
-            largest, mean = await self._logprob_difference(version, self._fixed_prompt, what)
+            found = await compare_logprobs(self._engines, self._actor, self._fixed_prompt, version, settings)
         except Failure as error:
             await self._withdraw()
+            what = f"publish of version {version} to engine {self._names}"
             raise PublishError(what, "verify", None, str(error)) from error
         except RuntimeError:
             await self._withdraw()
             raise
+        largest, mean = (max(values) for values in zip(*found, strict=True))
         return {"publish/logprob_max_difference": Metric(largest), "publish/logprob_mean_difference": Metric(mean)}
 
-    async def _logprob_difference(
-        self, version: WeightVersion, prompt: Sequence[int], what: str
-    ) -> tuple[float, float]:
-        tokens = {"token_ids": np.asarray(prompt, dtype=np.int32)}
-        score = await self._engine.score(prompt)
-        if score.cached_tokens or score.version != version:
-            raise RuntimeError(
-                f"after {what} the fixed prompt was scored by version {score.version} with {score.cached_tokens} "
-                "cached tokens: the flush or the version did not reach the engine"
-            )
-        answer = await self._actor.call(Score(), tokens, timeout_s=self._settings.timeout_s)
-        return check_logprobs(
-            score.logprobs,
-            answer.tensors["logprobs"],
-            tolerance=self._settings.logprob_tolerance,
-            mean_tolerance=self._settings.logprob_mean_tolerance,
-            what=what,
-        )
-
     async def _withdraw(self) -> None:
-        """Stop an engine that serves other weights than it says."""
+        """Stop engines that serve other weights than they say."""
         self._known = False
-        await _quietly("pause the engine", self._engine.pause("retract"))
+        await together(*(quietly("pause the engine", engine.pause("retract")) for engine in self._engines))
 
     async def _leave(self) -> None:
-        """Both sides at once: whichever waits for the other is woken by the other's leaving."""
-        group, self._group = self._group, None
-        if group is None:
+        """All sides at once: whichever waits for another is woken by the other's leaving."""
+        groups, self._groups = self._groups, {}
+        if not groups:
             return
-        await asyncio.gather(
-            _quietly("leave the group on the engine", self._engine.leave_group(group)),
-            _quietly("leave the group on the actor", self._actor.call(PublishLeave(), timeout_s=_CANCEL_S)),
-        )
 
-    async def _end_session(self) -> None:
-        await _quietly("end the engine's update session", self._engine.end_update())
+        async def leave(engine: Engine) -> None:
+            for group_name in groups.values():
+                await quietly("leave the group on the engine", engine.leave_group(group_name))
 
-
-async def _together(engine: Coroutine[Any, Any, None], actor: Coroutine[Any, Any, Answer]) -> Answer:
-    """Both, or the first failure: the other one is given up then (leaving the group ends it on its side)."""
-    load, send = asyncio.ensure_future(engine), asyncio.ensure_future(actor)
-    try:
-        await asyncio.wait((load, send), return_when=asyncio.FIRST_EXCEPTION)
-        failures = [task.exception() for task in (load, send) if task.done() and task.exception()]
-        if len(failures) == 2:
-            LOG.warning("both sides failed: %s; %s", *failures)
-        for failure in failures:
-            assert failure is not None
-            raise failure
-        return send.result()
-    finally:
-        load.cancel()
-        send.cancel()
-        await asyncio.gather(load, send, return_exceptions=True)
+        actor = quietly("leave the group on the actor", self._actor.call(PublishLeave(), timeout_s=CANCEL_S))
+        await together(actor, *(leave(engine) for engine in self._engines))
 
 
-async def _quietly(what: str, work: Awaitable[Any]) -> None:
-    """For the way out of a failure: what goes wrong there must not hide the first cause."""
-    try:
-        async with asyncio.timeout(_CANCEL_S):
-            await work
-    except Failure as error:
-        LOG.warning("could not %s: %s", what, error or "no answer in time")
-
-
-def _metrics(trace: _Trace, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
-    phases = ("total", "gather", "flatten", "send", "load", "resume", "verify")
-    metrics = {f"publish/{phase}_s": Metric(trace.seconds.get(phase, 0.0)) for phase in phases}
-    metrics["publish/pause_s"] = Metric(trace.seconds["paused"])  # from before the pause to after the resume
+def _metrics(phases: _Phases, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
+    names = ("total", "plan", "prepare", "gather", "flatten", "send", "load", "resume", "verify")
+    metrics = {f"publish/{name}_s": Metric(phases.seconds.get(name, 0.0)) for name in names}
+    metrics["publish/pause_s"] = Metric(phases.seconds["paused"])  # from before the pause to after the resume
     metrics["publish/bytes"] = Metric(plan.num_bytes)
     metrics["publish/num_attempts"] = Metric(num_attempts)
     return metrics

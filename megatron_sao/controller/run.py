@@ -95,7 +95,8 @@ async def train(
     runner = _runner(config.rollout, work, engine=engine)
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
     with closing(trace), closing(reporter):
-        parts = _parts(config, actor=actor, critic=critic, engine=engine, work=work, runner=runner, reporter=reporter)
+        channels = {"actor": actor, "critic": critic}
+        parts = _parts(config, **channels, engine=engine, work=work, runner=runner, reporter=reporter, trace=trace)
         measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine, reporter=reporter)
         try:
             return await _train(config, parts, measure=measure, run_directory=run_directory)
@@ -151,6 +152,7 @@ def _parts(
     work: Work,
     runner: EpisodeRunner,
     reporter: Reporter,
+    trace: Trace,
 ) -> Parts:
     rollout = config.rollout
     buffer = TrajectoryBuffer(rollout.num_slots, max_token_lag=rollout.max_token_lag)
@@ -168,7 +170,12 @@ def _parts(
         actor=ActorClient.of(actor, config.actor),
         critic=CriticClient.of(critic, config.critic),
         publisher=Publisher(
-            engine, actor, publish_settings(config), engine_ranks=config.engine.tensor, fixed_prompt=prompt
+            [engine],
+            actor,
+            publish_settings(config),
+            engine_ranks=config.engine.tensor,
+            fixed_prompt=prompt,
+            trace=trace,
         ),
         reporter=reporter,
         settings=StepSettings.of(config.algorithm, config.critic),

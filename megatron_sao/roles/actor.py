@@ -1,5 +1,6 @@
 """The policy on one rank: DIS updates, log-probs of one sequence, publishing."""
 
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from megatron_sao.channel import (
     PublishLeave,
     PublishListen,
     PublishPlanning,
+    PublishPrepare,
     PublishSend,
     Score,
     Tensors,
@@ -25,7 +27,8 @@ from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.step import Trainer, policy_update, score
 from megatron_sao.roles.spec import ActorSpec
 from megatron_sao.roles.trained import TrainedRole
-from megatron_sao.sync.send import Cancelled, WeightSender
+from megatron_sao.sync.group import Cancelled
+from megatron_sao.sync.send import WeightSender
 from megatron_sao.sync.source import MegatronSource
 
 
@@ -52,32 +55,29 @@ class Actor:
                 return Answer(metrics=metrics)
             case Score():
                 return Answer(tensors={"logprobs": score(self._trained.trainer, tensors["token_ids"])})
-            case PublishPlanning() | PublishListen() | PublishJoin() | PublishSend() | PublishLeave():
+            case _ if command.name.startswith("publish_"):
                 return self._publish(command)
             case _:
                 return self._trained.handle(command, tensors)
 
     def _publish(self, command: Command) -> Answer:
+        sender = self._sender
         match command:
-            case PublishPlanning(full=full, bucket_bytes=bucket_bytes):
-                return Answer(data=publish_plan_data(self._sender.plan(full=full, bucket_bytes=bucket_bytes)))
+            case PublishPlanning(full=full, bucket_bytes=bucket_bytes, direct=direct):
+                return Answer(data=publish_plan_data(sender.plan(full=full, bucket_bytes=bucket_bytes, direct=direct)))
             case PublishListen():
-                end = self._sender.listen()
-                return Answer(data={"address": end.address, "port": end.port, "backend": end.backend} if end else {})
-            case PublishJoin(group_name=group_name, world_size=world_size, timeout_s=timeout_s):
-                self._sender.join(group_name, world_size, timeout_s, self._cancelled)
+                endpoint = sender.listen()
+                return Answer(data=asdict(endpoint) if endpoint else {})
+            case PublishJoin(groups=groups, world_size=world_size, address=address, port=port, timeout_s=timeout_s):
+                sender.join(groups, world_size, timeout_s, endpoint=(address, port), cancelled=self._cancelled)
+            case PublishPrepare(bucket=bucket, timeout_s=timeout_s):
+                sender.prepare(bucket, timeout_s)
             case PublishSend(bucket=bucket, timeout_s=timeout_s):
-                return self._send(bucket, timeout_s)
+                report = sender.send(bucket, timeout_s, self._cancelled)
+                return Answer(data=asdict(report) if report else {})
             case PublishLeave():
-                self._sender.leave()
+                sender.leave()
         return Answer()
-
-    def _send(self, bucket: int, timeout_s: float) -> Answer:
-        report = self._sender.send(bucket, timeout_s, self._cancelled)
-        if report is None:
-            return Answer()
-        seconds = {"gather_s": report.gather_s, "flatten_s": report.flatten_s, "send_s": report.send_s}
-        return Answer(data={"bytes": report.num_bytes, **seconds})
 
 
 def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancelled: Cancelled) -> Actor:

@@ -62,9 +62,11 @@ class SGLangEngine:
         self._timeouts = timeouts or Timeouts()
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
-        self._paused = False
-        self._waiting: set[str] = set()  # sent during a pause
+        self._running = asyncio.Event()  # not paused
+        self._running.set()
         self._abort_after_resume: set[str] = set()
+        self._version: WeightVersion | None = None  # of the last publish through this client
+        self._keeps_kv = False  # the engine has been paused in_place: its cache holds KV of several versions
 
     @property
     def name(self) -> str:
@@ -85,15 +87,17 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": False,
         }
-        if self._paused:
-            self._waiting.add(request.rid)
         try:
-            answer = await self._post("/generate", body, timeout_s=self._timeouts.request_s)
+            async with asyncio.timeout(self._timeouts.request_s):
+                while not self._running.is_set():  # a pause may follow a resume at once
+                    await self._running.wait()
+        except TimeoutError as error:
+            raise EngineError(self.name, "/generate", None, f"paused for {self._timeouts.request_s:g} s") from error
+        try:
+            answer = await self._post("/generate", body | self._cache_key(), timeout_s=self._timeouts.request_s)
         except BaseException:  # a cancellation or a deadline above all: nobody will read what it goes on to sample
             self._abort_soon(request.rid)
             raise
-        finally:
-            self._waiting.discard(request.rid)
         return read_generation(self.name, request, answer)
 
     async def score(self, input_ids: Sequence[int]) -> PromptScore:
@@ -107,27 +111,28 @@ class SGLangEngine:
             "logprob_start_len": 0,
             "stream": False,
         }
-        answer = await self._post("/generate", body, timeout_s=self._timeouts.request_s)
+        answer = await self._post("/generate", body | self._cache_key(), timeout_s=self._timeouts.request_s)
         return read_score(self.name, input_ids, answer, vocab_size=self._vocab_size)
 
     async def abort(self, rid: str) -> None:
-        """An abort of a request that waits in a pause is sent after the resume: SGLang would ignore it, mark the
-        request as aborted, and then ignore every other abort of it.
+        """During a pause it is sent after the resume: SGLang would ignore it, mark the request as aborted, and then
+        ignore every other abort of it.
         """
-        if rid in self._waiting:
-            self._abort_after_resume.add(rid)
-        else:
+        if self._running.is_set():
             await self._control("/abort_request", {"rid": rid, "abort_all": False})
+        else:
+            self._abort_after_resume.add(rid)
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        self._paused = True
+        """New requests wait on this side, so that none is admitted with an older version's cache key."""
+        self._running.clear()
+        self._keeps_kv = self._keeps_kv or mode == "in_place"
         await self._control("/pause_generation", {"mode": mode})
 
     async def resume(self) -> None:
         await self._control("/continue_generation", {})
-        self._paused = False
+        self._running.set()
         rids, self._abort_after_resume = self._abort_after_resume, set()
-        self._waiting.clear()
         for rid in rids:
             await self.abort(rid)
 
@@ -178,6 +183,8 @@ class SGLangEngine:
             "weight_version": None if version is None else str(version),
         }
         await self._post("/update_weights_from_distributed", body, timeout_s=timeout_s)
+        if version is not None:
+            self._version = version
 
     async def checksum(self) -> Mapping[str, str]:
         answer = await self._control("/weights_checker", {"action": "checksum"})
@@ -225,11 +232,12 @@ class SGLangEngine:
                 f"{self._max_tokens}: shorten the prompt or lower max_new_tokens"
             )
 
+    def _cache_key(self) -> dict[str, str]:
+        """Requests of one version share cached prefixes; none reads KV of older weights."""
+        return {"extra_key": str(self._version)} if self._keeps_kv else {}
+
     def _abort_soon(self, rid: str) -> None:
         """Abort from a task of its own: whoever cancelled the request is not kept waiting."""
-        if rid in self._waiting:
-            self._abort_after_resume.add(rid)
-            return
         task = asyncio.create_task(self._quiet_abort(rid), name=f"abort {rid}")
         self._background.add(task)
         task.add_done_callback(self._background.discard)

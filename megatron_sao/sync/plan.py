@@ -5,6 +5,7 @@ every tensor starts at a multiple of its own item size, which is what the receiv
 """
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -33,6 +34,7 @@ class Publishable:
     spec: TensorSpec
     trained: bool
     is_buffer: bool  # published although no parameter, e.g. a router's correction bias
+    owner: int = 0  # rank of the actor that holds all of it (an expert), else 0
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
@@ -41,10 +43,11 @@ def tensor_bytes(spec: TensorSpec) -> int:
     return ITEM_BYTES[spec.dtype] * math.prod(spec.shape)
 
 
-def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool) -> PublishPlan:
+def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool, direct: bool = False) -> PublishPlan:
     """Buckets of at most `bucket_bytes` in the order of `tensors`; a larger tensor is a bucket of its own.
 
-    `full` sends everything; else what training can change: trained parameters and buffers.
+    `full` sends everything; else what training can change: trained parameters and buffers. `direct`: each tensor leaves
+    from its owner, the owners in turn, so that one prepares its bucket while another sends; else all leave from rank 0.
 
     Raises:
         ValueError: two tensors of one name (tied tensors are given once), an unknown dtype, nothing to send.
@@ -53,16 +56,24 @@ def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool) 
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"given twice for one publish: {', '.join(twice)}; tied tensors are sent once")
-    chosen = [tensor.spec for tensor in tensors if full or tensor.trained or tensor.is_buffer]
+    chosen = [tensor for tensor in tensors if full or tensor.trained or tensor.is_buffer]
     if not chosen:
         raise ValueError(f"none of {len(names)} tensors is trained or a buffer: a publish has nothing to send")
-    buckets = tuple(_bucket(specs) for specs in _fill(chosen, bucket_bytes))
+    by_source: dict[int, list[TensorSpec]] = {}
+    for tensor in chosen:
+        by_source.setdefault(tensor.owner if direct else 0, []).append(tensor.spec)
+    filled = {source: _fill(specs, bucket_bytes) for source, specs in by_source.items()}
+    turns = itertools.zip_longest(*([_bucket(specs, source) for specs in filled[source]] for source in sorted(filled)))
+    buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
     return PublishPlan(buckets=buckets, digest=digest(buckets))
 
 
 def digest(buckets: Sequence[Bucket]) -> str:
-    """sha256 over the canonical form: names, dtypes, shapes and byte counts in sending order."""
-    rows = [[bucket.num_bytes, [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]] for bucket in buckets]
+    """sha256 over the canonical form: sources, names, dtypes, shapes and byte counts in sending order."""
+    rows = [
+        [bucket.source, bucket.num_bytes, [[t.name, t.dtype, list(t.shape)] for t in bucket.tensors]]
+        for bucket in buckets
+    ]
     return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -93,6 +104,6 @@ def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpe
     return buckets
 
 
-def _bucket(specs: Sequence[TensorSpec]) -> Bucket:
+def _bucket(specs: Sequence[TensorSpec], source: int) -> Bucket:
     widest_first = sorted(specs, key=lambda spec: -ITEM_BYTES[spec.dtype])  # stable
-    return Bucket(tensors=tuple(widest_first), num_bytes=sum(map(tensor_bytes, widest_first)))
+    return Bucket(tensors=tuple(widest_first), num_bytes=sum(map(tensor_bytes, widest_first)), source=source)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_sao.megatron.mapping.transfer import MappedModel, gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import MappedModel, copy_own, hf_tensors, receive
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.sync.plan import Publishable
 from megatron_sao.types import TensorSpec
@@ -25,10 +25,16 @@ class MegatronSource:
                 ),
                 trained=tensor.trained,
                 is_buffer=tensor.is_buffer,
+                owner=tensor.expert_rank or 0,  # the first expert-parallel group is the first ranks
             )
             for tensor in hf_tensors(self._model, self._parallel)
         )
 
-    def gather(self, specs: Sequence[TensorSpec]) -> Mapping[str, torch.Tensor]:
-        """Whole tensors on global rank 0, nothing elsewhere. Collective."""
-        return gather(self._model, self._parallel, [spec.name for spec in specs])
+    def gather(
+        self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
+    ) -> int:
+        names = [spec.name for spec in specs]
+        return receive(self._model, self._parallel, names, places, target=target, timeout_s=timeout_s)
+
+    def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:
+        return copy_own(self._model, self._parallel, [spec.name for spec in specs], places)
