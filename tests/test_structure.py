@@ -1,7 +1,9 @@
 """The code keeps its shape: imports point down, functions fit the head, the documents match the tree."""
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -145,6 +147,20 @@ def test_the_method_page_names_functions_that_exist() -> None:
         )
 
 
+def code_lines(path: Path) -> int:
+    """Lines with code on them: no blank ones, comments or docstrings."""
+    text = path.read_text()
+    layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in layout]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
+            node
+        ):
+            lines -= set(range(node.body[0].lineno, (node.body[0].end_lineno or 0) + 1))
+    return len(lines)
+
+
 def test_the_package_stays_small() -> None:
-    lines = sum(len(p.read_text().splitlines()) for p in SOURCES if PACKAGE in p.parents)
-    assert lines < 10_000, f"the package has {lines} lines"
+    lines = sum(code_lines(path) for path in SOURCES if PACKAGE in path.parents)
+    assert lines < 10_000, f"the package has {lines} lines of code"
