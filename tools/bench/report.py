@@ -15,7 +15,7 @@ from rich.table import Table
 
 from megatron_sao.controller.report import write_atomically
 
-MIN_TABLE_WIDTH = 160  # in a file, where rich would take 80
+MIN_TABLE_WIDTH = 180  # in a file, where rich would take 80
 
 Case = Mapping[str, JsonValue]
 
@@ -38,7 +38,8 @@ class Report:
         table = Table(title=self.title, title_justify="left")
         for key in keys:
             numbers = all(isinstance(case.get(key), int | float | None) for case in self.cases)
-            table.add_column(key, justify="right" if numbers else "left")
+            heading = key.replace("_", " ")  # it wraps at spaces
+            table.add_column(heading, justify="right" if numbers else "left", no_wrap=not numbers)
         for case in self.cases:
             table.add_row(*(_cell(case.get(key)) for key in keys), style="red" if case.get("met") is False else None)
         return table
@@ -69,7 +70,7 @@ def _cell(value: JsonValue) -> str:
         case int():
             return f"{value:,}" if abs(value) >= 10_000 else str(value)
         case dict():
-            return "  ".join(f"{key.removesuffix('_s')} {_cell(part)}" for key, part in value.items())
+            return "\n".join(f"{key.removesuffix('_s')} {_cell(part)}" for key, part in value.items())
         case list():
             return " .. ".join(_cell(part) for part in value)
     return value
