@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from megatron_sao.config import Config, RoleConfig, parse
 from megatron_sao.controller.clients import ActorClient, CriticClient
 from megatron_sao.controller.step import StepSettings, sao_step
 from megatron_sao.data.packing import pack
-from megatron_sao.metrics import merge
+from megatron_sao.metrics import Record, merge
 from megatron_sao.types import Batch, BatchPlan
 from tools.bench.progress import Display
 from tools.bench.report import Case, Report
@@ -51,6 +51,7 @@ COLUMNS = (
 COMMAND_TIMEOUT_S = 300.0
 FORCE_S = 3 * STOP_S  # after an interrupt
 NUM_SLEEPING_STEPS = 6
+NUM_GRPO_STEPS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
-    parser.add_argument("--max-tokens-per-micro-batch", type=int, default=2048)
+    parser.add_argument("--max-tokens-per-micro-batch", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each role, one thread each")
 
 
@@ -99,9 +100,10 @@ class Bench:
     roles: RoleSide
     bare: BareSide
     num_steps: int = 0
+    num_updates: dict[str, int] = field(default_factory=lambda: {"actor": 0, "critic": 0})  # that the roles counted
 
     async def sao(self) -> Turn:
-        """The real step. Its work: commands and plans say what was run, the roles' counters how often they stepped."""
+        """The real step."""
         self.num_steps += 1
         batch = dataclasses.replace(self.batch, id=self.num_steps)
         pids = [*self.roles.pids["actor"], *self.roles.pids["critic"]]
@@ -114,11 +116,12 @@ class Bench:
         with _Meter(pids, self.bare.pids) as meter:
             metrics = await sao_step(batch, version=self.num_steps, actor=actor, critic=critic, settings=settings)
             record = merge([metrics])
-        assert record["policy/loss"] is not None
-        return meter.turn(phases=_phases(channels, meter.seconds), work=self._work_of_calls())
+        return meter.turn(phases=_phases(channels, meter.seconds), work=self._work(record))
 
-    def _work_of_calls(self) -> Work:
+    def _work(self, record: Record) -> Work:
+        """Commands and plans say what was run, the counters of the roles' optimizers how often they stepped."""
         total = Work()
+        num_steps = self._count_updates(record)
         for channel in (self.roles.actor, self.roles.critic):
             num_calls = Counter(name for name, _, _ in channel.calls)
             num_updates = num_calls["actor_update"] + num_calls["critic_update"]
@@ -128,10 +131,18 @@ class Bench:
             total += Work(
                 num_forwards=num_passes * len(rows),
                 num_backwards=num_updates * len(rows),
-                num_optimizer_steps=num_updates * len(ranks),
+                num_optimizer_steps=num_steps[channel.role] * len(ranks),
                 num_tokens=num_passes * sum(rows),
             )
         return total
+
+    def _count_updates(self, record: Record) -> dict[str, int]:
+        """Optimizer steps of each role since the last count."""
+        found = {"actor": record.get("policy/num_updates"), "critic": record.get("critic/num_updates")}
+        totals = {role: int(count) for role, count in found.items() if count is not None}
+        steps = {role: total - self.num_updates[role] for role, total in totals.items()}
+        self.num_updates |= totals
+        return steps
 
     async def bare_step(self) -> Turn:
         with _Meter(self.bare.pids, [*self.roles.pids["actor"], *self.roles.pids["critic"]]) as meter:
@@ -150,7 +161,8 @@ class Bench:
         batch = dataclasses.replace(self.batch, id=self.num_steps)
         actor = ActorClient.of(self.roles.actor, self.config.actor)
         with _Meter(self.roles.pids["actor"], self.roles.pids["critic"]) as meter:
-            merge([await grpo_step(batch, self.groups, version=self.num_steps, actor=actor)])
+            record = merge([await grpo_step(batch, self.groups, version=self.num_steps, actor=actor)])
+        self._count_updates(record)
         return meter.turn(phases={}, work=Work())
 
 
@@ -216,19 +228,20 @@ async def _cases(size: Size, *, num_ranks: int, num_pairs: int) -> tuple[Case, .
             "vocab_size": size.vocab_size,
             "num_critic_updates": config.critic.num_updates,
         }
-    return bare_case(pairs, settings), grpo_case([sao for sao, _ in pairs], grpo, settings), sleeping
+    return bare_case(pairs, settings), grpo_case([sao for sao, _ in pairs[-len(grpo) :]], grpo, settings), sleeping
 
 
 async def _measure(bench: Bench, num_pairs: int) -> tuple[list[tuple[Turn, Turn]], list[Turn]]:
-    """(SAO, bare) of each pair, and a GRPO step after each. The first pair warms up and is thrown away."""
+    """(SAO, bare) of each pair, and a GRPO step after the last ones. The first pair warms up and is thrown away."""
     pairs, grpo = [], []
     with Display("pairs", num_pairs + 1) as display:
         for number in range(num_pairs + 1):
             sao, bare = await _pair(bench, bare_first=number % 2 == 0)
             pairs.append((sao, bare))
-            grpo.append(await bench.grpo())
+            if number > max(0, num_pairs - NUM_GRPO_STEPS):
+                grpo.append(await bench.grpo())
             display.advance(f"bare {bare.seconds:.2f} s, SAO {sao.seconds:.2f} s")
-    return pairs[1:], grpo[1:]
+    return pairs[1:], grpo
 
 
 async def _pair(bench: Bench, *, bare_first: bool) -> tuple[Turn, Turn]:
@@ -269,7 +282,7 @@ def grpo_case(sao: Sequence[Turn], grpo: Sequence[Turn], settings: dict[str, Jso
     return {
         "case": "grpo_cpu_seconds",
         **settings,
-        "num_pairs": len(grpo),
+        "num_grpo_steps": len(grpo),
         "sao_over_grpo": median(a.cpu_s / b.cpu_s for a, b in zip(sao, grpo, strict=True)),
         "bar": None,
         "met": None,
