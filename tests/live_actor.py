@@ -16,7 +16,7 @@ from megatron_sao.megatron.step import Trainer, score
 from megatron_sao.sync.plan import Publishable
 from megatron_sao.sync.source import MegatronSource
 from megatron_sao.types import TensorSpec
-from tests.toy_actor import serve
+from tests.toy_actor import Script, serve
 
 START, OTHER, EXPERT_LEFT_OUT, GATE_UP_SWAPPED, SENDER_FAILS_ONCE = range(1, 6)
 """Steps: the weights of checkpoint A, those of B, A with a broken publish of one expert, B with a sender that
@@ -24,12 +24,15 @@ fails once in the middle."""
 
 EXPERT = "model.layers.1.mlp.experts.5."
 NUM_RANKS = 2
+EXPERT_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, expert=2)
+TENSOR_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, tensor=2)
+TENSOR_AND_EXPERT_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, tensor=2, expert=2)
 
 
 class LiveSource:
-    def __init__(self, rank: int, start: Path, other: Path) -> None:
+    def __init__(self, rank: int, start: Path, other: Path, script: Script, layout: LayoutConfig) -> None:
         platform = install()
-        layout = LayoutConfig(num_ranks=NUM_RANKS, expert=2)
+        self._script, self._rank = script, rank
         self._parallel = initialize(layout, rank=rank, init_method=None, timeout_s=60, platform=platform)
         self._model = build_policy(start, self._parallel, platform, dtype=torch.float32)
         self._directories = {OTHER: other, SENDER_FAILS_ONCE: other}
@@ -38,6 +41,10 @@ class LiveSource:
         optimizer = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
         self._trainer = Trainer.of(self._model, self._parallel, platform, optimizer)
         self.step = START
+
+    @property
+    def data_rank(self) -> int:
+        return self._parallel.data_rank
 
     @property
     def step(self) -> int:
@@ -58,10 +65,14 @@ class LiveSource:
     def gather(
         self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
     ) -> int:
+        self._script.begin_gather(self._rank, self._num_gathers, target)
         self._num_gathers += 1
         if self._step == SENDER_FAILS_ONCE and self._num_gathers == 2 and places is not None:
             raise RuntimeError("scripted failure of the gather")
-        return self._source.gather(specs, self._swapped(places), target=target, timeout_s=timeout_s)
+        num_bytes = self._source.gather(specs, self._swapped(places), target=target, timeout_s=timeout_s)
+        names = [spec.name for spec in specs]
+        self._script.note(self._rank, "gathered", target=target, names=names, num_bytes=num_bytes)
+        return num_bytes
 
     def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:
         swapped = self._swapped(places)
@@ -75,7 +86,10 @@ class LiveSource:
         return {**places, gate: places[up], up: places[gate]}
 
 
-def run_live_actor(rank: int, port: int, start: Path, other: Path) -> None:
-    """For `run_ranks`, with `NUM_RANKS` ranks."""
+def run_live_actor(
+    rank: int, port: int, start: Path, other: Path, script: Script = Script(), layout: LayoutConfig = EXPERT_PARALLEL
+) -> None:
+    """For `run_ranks` and `started`, with as many ranks as the layout has."""
     torch.set_num_threads(1)
-    serve(rank, port, LiveSource(rank, start, other))
+    source = LiveSource(rank, start, other, script, layout)
+    serve(rank, port, source, script, data_rank=source.data_rank)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_sao.channel import ActorUpdate, Answer, Channel, ChannelServer, Command, Score, Tensors
+from megatron_sao.channel import Answer, Channel, ChannelServer, Command, DropBatch, Score, Tensors
 from megatron_sao.config import PublishConfig
 from megatron_sao.controller.publish import Publisher, PublishError
 from megatron_sao.rollout.engine import GenerateRequest, Generation
@@ -24,7 +24,7 @@ from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 from megatron_sao.sync.verify import fixed_prompt
 from tests.fake_engine import FakeEngine, Faults
 from tests.ranks import run_ranks
-from tests.toy_actor import KEY, run_toy_actor, toy_tensors, toy_values
+from tests.toy_actor import KEY, Script, run_toy_actor, toy_tensors, toy_values
 
 pytestmark = pytest.mark.ranks
 NO_TENSORS: Tensors = {}
@@ -50,7 +50,7 @@ class ScoringActor:
         return Answer(tensors={"logprobs": np.array(logprobs, dtype=np.float32)})
 
     async def train(self, version: int) -> None:
-        await self.call(ActorUpdate(batch_id=0, version=version), {"advantages": np.zeros(1, np.float32)}, timeout_s=30)
+        await self.call(DropBatch(batch_id=version + 1), timeout_s=30)
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ async def running(
     *,
     num_ranks: int = 1,
     faults: Faults | None = None,
-    raise_at: frozenset[int] = frozenset(),
-    forget_at: frozenset[int] = frozenset(),
+    script: Script = Script(),
     version: str = "0.5.23",
     settings: Mapping[str, Any] = {},
 ) -> AsyncIterator[Parts]:
@@ -82,7 +81,7 @@ async def running(
     server = ChannelServer()
     port = await server.start("127.0.0.1", KEY)
     ranks = asyncio.create_task(
-        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, raise_at, forget_at, timeout_s=150)
+        asyncio.to_thread(run_ranks, num_ranks, run_toy_actor, num_ranks, port, script, timeout_s=150)
     )
     try:
         async with FakeEngine(version=version, weights=toy_values(0), faults=faults) as fake:
@@ -173,11 +172,11 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "resume refused": ({"faults": Faults(fail_calls={"/continue_generation": 500})}, r"phase resume: .*HTTP 500"),
     "end refused": ({"faults": Faults(fail_calls={"/end_weight_update": 500})}, r"phase end: .*HTTP 500"),
     "gather raises": (
-        {"raise_at": frozenset({1, 2})},
+        {"script": Script(raise_at=frozenset({1, 2}))},
         r"phase prepare: actor failed .*phase gather: bucket 0: scripted failure.*; the attempt before: "
         r".*phase load, bucket 0: actor failed .*phase gather: bucket 1: scripted failure",
     ),
-    "a tensor forgotten": ({"forget_at": frozenset({0, 1})}, r"prepare: .*phase flatten: bucket 0: .* bytes were"),
+    "a tensor forgotten": ({"script": Script(forget_at=frozenset({0, 1}))}, r"prepare: .*phase flatten: bucket 0: .* bytes were"),
 }
 
 

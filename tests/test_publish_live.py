@@ -6,11 +6,10 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_sao.channel import ActorUpdate, Channel, ChannelServer
+from megatron_sao.channel import Channel, ChannelServer, DropBatch
 from megatron_sao.config import PublishConfig
 from megatron_sao.controller.publish import Publisher
 from megatron_sao.rollout.sglang_client import SGLangEngine
@@ -55,8 +54,7 @@ class Parts:
     engine: SGLangEngine
 
     async def set_weights(self, step: int) -> None:
-        command = ActorUpdate(batch_id=0, version=step - 1)
-        await self.actor.call(command, {"advantages": np.zeros(1, np.float32)}, timeout_s=60)
+        await self.actor.call(DropBatch(batch_id=step), timeout_s=60)
 
     async def engine_against(self, logprobs: list[float], ids: tuple[int, ...]) -> float:
         score = await self.engine.score(ids)
