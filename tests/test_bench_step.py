@@ -124,5 +124,5 @@ async def test_a_grpo_step_sends_each_trajectory_its_groups_advantage(batch: Bat
 
 async def test_sleeping_roles_overlap_in_the_overlapped_loop_only() -> None:
     case: Any = await asyncio.wait_for(sleeping_case(make_trajectories(SIZE), num_steps=5), 30)
-    assert ACTOR_S <= case["grpo_s"]
+    assert case["grpo_s"] >= ACTOR_S
     assert ACTOR_S <= case["sao_s"] < ACTOR_S + CRITIC_S <= case["serial_s"]
