@@ -191,7 +191,7 @@ async def _measure_case(
     )
     sizes = await bucket_sizes(parts.actor, settings)
     await parts.bare.allocate(sizes)
-    publisher = make_publisher(parts.engines, parts.actor, settings, tensor=stand.tensor)
+    publisher = Publisher(parts.engines, parts.actor, settings, engine_ranks=stand.tensor, fixed_prompt=None)
     reports: list[PublishReport] = []
     bare_runs: list[BareRun] = []
     try:
@@ -219,16 +219,9 @@ def check_publish(report: PublishReport, model_bytes: int) -> PublishReport:
     return report
 
 
-def make_publisher(
-    engines: Sequence[SGLangEngine], actor: Channel, settings: PublishConfig, *, tensor: int
-) -> Publisher:
-    """The fixed prompt is not scored: its time is that of a forward, not of a publish."""
-    return Publisher(engines[0], actor, settings, engine_ranks=tensor, fixed_prompt=None)
-
-
 async def bucket_sizes(actor: Channel, settings: PublishConfig) -> list[int]:
     """Bytes of each bucket of a publish with `settings`."""
-    command = PublishPlanning(full=False, bucket_bytes=settings.bucket_bytes)
+    command = PublishPlanning(full=False, bucket_bytes=settings.bucket_bytes, direct=settings.sender == "direct")
     plan = publish_plan_from((await actor.call(command, timeout_s=settings.timeout_s)).data)
     return [bucket.num_bytes for bucket in plan.buckets]
 
