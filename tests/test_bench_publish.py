@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -203,6 +204,20 @@ def test_what_a_killed_benchmark_left_is_removed_and_a_running_ones_is_not(slow_
         assert {theirs, slow_link.trainer.namespace} <= set(namespaces())
     finally:
         subprocess.run(["ip", "netns", "del", theirs], check=True)
+
+
+def test_the_model_of_a_killed_benchmark_is_removed_at_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(networks.os, "geteuid", lambda: 1000)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    theirs, left = (tmp_path / f"sao-bench-publish-{pid}-x" for pid in (os.getppid(), ended.pid))
+    for path in (theirs, left):
+        path.mkdir()
+    run(options("--networks", "shaped-2gbit", "--sizes", "4MiB"))
+    assert list(tmp_path.iterdir()) == [theirs]
 
 
 @pytest.mark.live

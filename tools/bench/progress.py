@@ -51,7 +51,7 @@ class Display:
         now_s = time.monotonic()
         if not self._live and (now_s > self._said_s + LINE_EVERY_S or self._done == self._total):
             self._said_s = now_s
-            rate = self._done / (now_s - self._start_s)
+            rate = self._done / (now_s - self._start_s)  # with the starts in between, which also lie ahead
             left_s = (self._total - self._done) / rate
             sys.stderr.write(f"{self._name}: {self._done}/{self._total}, {rate:.2f}/s, {left_s:.0f} s left: {text}\n")
 

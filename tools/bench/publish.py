@@ -16,6 +16,7 @@ import argparse
 import itertools
 import os
 import re
+import shutil
 import statistics
 import tempfile
 from collections.abc import Sequence
@@ -86,10 +87,20 @@ def run(options: argparse.Namespace) -> Report:
     LayoutConfig(num_ranks=options.actor_ranks, expert=options.expert)
     places = grid(options)
     num_pairs = sum(len(place.cases) for place in places) * (NUM_WARM_UPS + options.pairs)
-    with tempfile.TemporaryDirectory(prefix="sao-bench-") as directory, Display("publish", num_pairs) as display:
+    _remove_leftovers()
+    scratch = tempfile.TemporaryDirectory(prefix=f"sao-bench-publish-{os.getpid()}-")
+    with scratch as directory, Display("publish", num_pairs) as display:
         running = _run_all(options, places, Path(directory), display)
         cases = bounded.run(running, force_after_s=2 * STOP_S)
     return Report(title="publish over bare broadcast", cases=tuple(cases), columns=COLUMNS)
+
+
+def _remove_leftovers() -> None:
+    """The models of benchmarks that were killed."""
+    for path in Path(tempfile.gettempdir()).glob("sao-bench-publish-*"):
+        pid = path.name.split("-")[3]
+        if pid.isdecimal() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path)
 
 
 def parse_bytes(text: str) -> int:
