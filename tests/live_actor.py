@@ -65,13 +65,13 @@ class LiveSource:
     def gather(
         self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
     ) -> int:
-        self._script.begin_gather(self._rank, self._num_gathers, target)
-        self._num_gathers += 1
-        if self._step == SENDER_FAILS_ONCE and self._num_gathers == 2 and places is not None:
-            raise RuntimeError("scripted failure of the gather")
+        number, self._num_gathers = self._num_gathers, self._num_gathers + 1
+        self._script.begin_gather(self._rank, number, target)
         num_bytes = self._source.gather(specs, self._swapped(places), target=target, timeout_s=timeout_s)
         names = [spec.name for spec in specs]
-        self._script.note(self._rank, "gathered", target=target, names=names, num_bytes=num_bytes)
+        self._script.end_gather(self._rank, number, target, names=names, num_bytes=num_bytes)
+        if self._step == SENDER_FAILS_ONCE and number == 1 and places is not None:
+            raise RuntimeError("scripted failure of the gather")
         return num_bytes
 
     def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:

@@ -176,7 +176,10 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
         r"phase prepare: actor failed .*phase gather: bucket 0: scripted failure.*; the attempt before: "
         r".*phase load, bucket 0: actor failed .*phase gather: bucket 1: scripted failure",
     ),
-    "a tensor forgotten": ({"script": Script(forget_at=frozenset({0, 1}))}, r"prepare: .*phase flatten: bucket 0: .* bytes were"),
+    "a tensor forgotten": (
+        {"script": Script(forget_at=frozenset({0, 1}))},
+        r"prepare: .*phase flatten: bucket 0: .* bytes were",
+    ),
 }
 
 

@@ -81,6 +81,7 @@ class Script:
     raise_at: frozenset[int] = frozenset()  # on the rank that the gather is for
     forget_at: frozenset[int] = frozenset()  # the first tensor of the bucket is not written
     signal_at: Mapping[int, tuple[int, signal.Signals]] = field(default_factory=dict)  # rank -> gather, to itself
+    gather_s: float = 0.0  # a gather takes so long
     hang_in: str | None = None  # "plan", "listen" or "join": that command does not end before its deadline
     hang_s: float = 0.0
     report: Path | None = None  # a directory; each rank writes events to a file of its own
@@ -95,6 +96,11 @@ class Script:
         at, sent = self.signal_at.get(rank, (-1, signal.SIGCONT))
         if number == at:
             os.kill(os.getpid(), sent)
+
+    def end_gather(self, rank: int, number: int, target: int, **facts: Any) -> None:
+        """A scripted failure comes here: no other rank waits for this one any more (one that did would end its role)."""
+        time.sleep(self.gather_s)
+        self.note(rank, "gathered", number=number, target=target, **facts)
         if rank == target and number in self.raise_at:
             raise RuntimeError("scripted failure of the gather")
 
@@ -133,7 +139,7 @@ class ToySource:
                 assert places is not None
                 _wait(dist.irecv(places[spec.name].view(torch.uint8), src=owner), timeout_s)
                 num_bytes += places[spec.name].nbytes
-        self.script.note(self.rank, "gathered", number=number, num_bytes=num_bytes)
+        self.script.end_gather(self.rank, number, target, num_bytes=num_bytes)
         return num_bytes
 
     def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:

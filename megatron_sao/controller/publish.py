@@ -125,6 +125,7 @@ class Publisher:
         self._groups: Mapping[int, str] = {}  # by source
         self._warm: set[int] = set()  # sources whose group has carried a bucket: NCCL compiles with the first
         self._has_connected = False
+        self._is_open = False  # an attempt runs, or was cut short: its groups and its session are still there
         self._known = True  # the engines hold exactly the weights of the version that they name
 
     @property
@@ -206,6 +207,9 @@ class Publisher:
     ) -> PublishPlan:
         mode: PauseMode = self._settings.pause if self._known else "retract"  # KV of half of the weights is not kept
         self._known = False
+        if self._is_open:
+            await self._give_up()
+        self._is_open = True
         try:
             with phases.during("plan"):
                 plan = await self._plan(full)
@@ -225,12 +229,16 @@ class Publisher:
             phases.add("paused", time.monotonic() - pause_s)
         except Failure as error:
             what = f"publish of version {version} ({'all tensors' if full else 'trained tensors'})"
-            await self._leave()
-            await together(*(quietly("end the session", engine.end_update()) for engine in self._engines))
+            await self._give_up()
             reason = str(error) or type(error).__name__
             raise PublishError(f"{what} to engine {self._names}", phases.phase, phases.bucket, reason) from error
-        self._known = True
+        self._known, self._is_open = True, False
         return plan
+
+    async def _give_up(self) -> None:
+        await self._leave()
+        await together(*(quietly("end the session", engine.end_update()) for engine in self._engines))
+        self._is_open = False
 
     async def _transfer(self, version: WeightVersion, plan: PublishPlan, phases: _Phases, *, flush: bool) -> None:
         """All buckets. The last one brings the version, and flushes the prefix cache (not where episodes keep KV)."""
@@ -340,16 +348,16 @@ class Publisher:
 
     async def _leave(self) -> None:
         """All sides at once: whichever waits for another is woken by the other's leaving."""
-        groups, self._groups = self._groups, {}
-        if not groups:
+        if not self._groups:
             return
 
         async def leave(engine: Engine) -> None:
-            for group_name in groups.values():
+            for group_name in self._groups.values():
                 await quietly("leave the group on the engine", engine.leave_group(group_name))
 
         actor = quietly("leave the group on the actor", self._actor.call(PublishLeave(), timeout_s=CANCEL_S))
         await together(actor, *(leave(engine) for engine in self._engines))
+        self._groups = {}
 
 
 def _metrics(phases: _Phases, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:

@@ -236,8 +236,10 @@ class WeightSender:
     def _send(self, bucket: int, timeout_s: float, cancelled: Cancelled) -> SendReport:
         filled, start_s = self._filled, time.monotonic()
         assert filled is not None, "a prepared bucket is filled on its source"
-        self._pending = pending = self._start_broadcast(bucket, filled.flat, timeout_s)
-        self._prepare_after(bucket, timeout_s)
+        try:
+            self._pending = pending = self._start_broadcast(bucket, filled.flat, timeout_s)
+        finally:  # the other ranks take part in this one's next gather, whatever happens here
+            self._prepare_after(bucket, timeout_s)
         try:
             left_s = timeout_s - (time.monotonic() - start_s)
             groups.wait_until(lambda: groups.is_over(pending), max(0.0, left_s), self._cancel(cancelled))
