@@ -256,7 +256,7 @@ def test_a_small_case_is_measured_against_a_live_server_and_leaves_no_process(tm
     for key in ("publish_s", "bare_s", "ratio_to_raw_broadcast", "memory_above_model_buckets", "bare_gbit_per_s"):
         assert case[key] > 0, key  # type: ignore[operator]
     assert {"gather_s", "flatten_s", "send_s", "load_s", "resume_s", "pause_s"} <= set(case["phases"])  # type: ignore[arg-type]
-    assert case["num_buckets"] >= num_bytes / MIB  # type: ignore[operator]
+    assert case["num_buckets"] > 1  # type: ignore[operator]
     assert started_here() <= before
     report.write(tmp_path / "report.json")
     assert json.loads((tmp_path / "report.json").read_text())["cases"] == [dict(case)]
