@@ -85,12 +85,13 @@ def slow_link() -> Iterator[Link]:
 def test_results_are_medians_and_the_ratio_is_taken_pair_by_pair() -> None:
     samples = Samples(
         num_buckets=2,
+        largest_bucket_bytes=2 * MIB,
         publish_s=(1.0, 2.0, 4.0),
         bare_s=(0.5, 0.4, 4.0),
         phases={"send_s": (0.1, 0.3, 0.2)},
         memory_bytes=3 * MIB,
     )
-    results = results_of(samples, num_bytes=250_000_000, bucket_bytes=2 * MIB)
+    results = results_of(samples, num_bytes=250_000_000, bucket_bytes=MIB)
     assert results["ratio_to_raw_broadcast"] == 0.5  # of 0.5, 0.2, 1
     assert results["ratio_iqr"] == [0.35, 0.75]
     assert (results["publish_s"], results["bare_s"]) == (2.0, 0.5)

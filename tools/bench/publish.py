@@ -115,7 +115,7 @@ def grid(options: argparse.Namespace) -> list[Place]:
     """Raises ValueError for a network or a number of bytes that is none."""
     shaped = [name for name in options.networks if bits_per_s(name)]
     alike = [names for names in ([name for name in options.networks if name not in shaped], shaped) if names]
-    buckets = [parse_bytes(text) for text in options.bucket_bytes]
+    buckets = sorted(map(parse_bytes, options.bucket_bytes))  # a sender keeps its buffers: smaller ones are seen first
     sizes = [parse_bytes(text) for text in options.sizes]
     return [
         Place(
@@ -124,7 +124,7 @@ def grid(options: argparse.Namespace) -> list[Place]:
             tensor=tensor,
             cases=tuple(
                 CaseSettings(network=network, sender=sender, bucket_bytes=bucket_bytes)
-                for network, sender, bucket_bytes in itertools.product(names, options.senders, buckets)
+                for bucket_bytes, network, sender in itertools.product(buckets, names, options.senders)
             ),
         )
         for num_bytes, names, num_engines, tensor in itertools.product(sizes, alike, options.engines, options.tp)
@@ -223,5 +223,5 @@ def results_of(samples: Samples, *, num_bytes: int, bucket_bytes: int) -> dict[s
         "ratio_to_raw_broadcast": statistics.median(ratios),
         "ratio_iqr": [low, high],
         "phases": {name: statistics.median(seconds) for name, seconds in samples.phases.items()},
-        "memory_above_model_buckets": samples.memory_bytes / bucket_bytes,
+        "memory_above_model_buckets": samples.memory_bytes / max(bucket_bytes, samples.largest_bucket_bytes),
     }

@@ -47,6 +47,7 @@ class Samples(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     num_buckets: int
+    largest_bucket_bytes: int  # above the setting where one tensor is
     publish_s: tuple[float, ...]
     bare_s: tuple[float, ...]
     phases: dict[str, tuple[float, ...]]

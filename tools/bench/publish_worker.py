@@ -170,10 +170,11 @@ async def _measure(stand: Stand, parts: Parts) -> None:
         stand.link.shape(case.network)
         for pid in parts.pids:
             reset_peak(pid)
-        version, reports, bare_runs, num_buckets = await _measure_case(stand, case, parts, version)
+        version, reports, bare_runs, sizes = await _measure_case(stand, case, parts, version)
         growth = [peak_bytes(pid) - before for pid, before in zip(parts.pids, sizes_before, strict=True)]
         samples = Samples(
-            num_buckets=num_buckets,
+            num_buckets=len(sizes),
+            largest_bucket_bytes=max(sizes),
             publish_s=tuple(report.metrics["publish/total_s"].value for report in reports),
             bare_s=tuple(bare.seconds for bare in bare_runs),
             phases=phases(reports),
@@ -184,7 +185,7 @@ async def _measure(stand: Stand, parts: Parts) -> None:
 
 async def _measure_case(
     stand: Stand, case: CaseSettings, parts: Parts, version: int
-) -> tuple[int, list[PublishReport], list[BareRun], int]:
+) -> tuple[int, list[PublishReport], list[BareRun], list[int]]:
     """Warm-ups, then pairs; publish and bare broadcast take turns in going first."""
     settings = PublishConfig(
         sender=case.sender, bucket_bytes=case.bucket_bytes, timeout_s=PHASE_S, first_timeout_s=PHASE_S
@@ -206,7 +207,7 @@ async def _measure_case(
             _say({"pair": case.model_dump(mode="json")})
     finally:
         await publisher.close()
-    return version, reports[NUM_WARM_UPS:], bare_runs[NUM_WARM_UPS:], len(sizes)
+    return version, reports[NUM_WARM_UPS:], bare_runs[NUM_WARM_UPS:], sizes
 
 
 def check_publish(report: PublishReport, model_bytes: int) -> PublishReport:
