@@ -81,6 +81,7 @@ async def world(
     num_engines: int = 1,
     script: Mapping[str, Any] = {},
     settings: Mapping[str, Any] = {},
+    control_s: float = 5.0,
 ) -> AsyncIterator[World]:
     """A toy actor, engines that have loaded its start weights, and a publisher of direct sends of one tensor each."""
     channels = ChannelServer()
@@ -95,7 +96,7 @@ async def world(
             fakes, engines = [], []
             for _ in range(num_engines):
                 fakes.append(await stack.enter_async_context(WaitingEngine(weights=toy_values(0), group_timeout_s=5.0)))
-                times = Timeouts(request_s=20, control_s=5)
+                times = Timeouts(request_s=20, control_s=control_s)
                 engines.append(
                     SGLangEngine(fakes[-1].url, api_key=None, vocab_size=320, max_tokens=512, timeouts=times)
                 )

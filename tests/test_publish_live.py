@@ -1,10 +1,11 @@
 """A publish from a real Megatron actor (2 ranks, EP 2) into a live SGLang server, seen through HF transformers."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,17 +64,28 @@ class Parts:
 
 
 @asynccontextmanager
-async def running(live_server: LiveServer, other_model: Path) -> AsyncIterator[Parts]:
+async def running(
+    live_server: LiveServer,
+    other_model: Path,
+    *,
+    settings: Mapping[str, Any] = {},
+    actor_args: Sequence[Any] = (),
+    url: str | None = None,
+) -> AsyncIterator[Parts]:
     """At the end the engine serves checkpoint A again, as version 0, whatever happened to it."""
     channels = ChannelServer()
     port = await channels.start("127.0.0.1", KEY)
     paths = (live_server.model_path, other_model)
-    ranks = asyncio.create_task(asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, timeout_s=180))
-    engine = SGLangEngine(live_server.url, api_key=live_server.api_key, vocab_size=320, max_tokens=512)
+    ranks = asyncio.create_task(
+        asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, *actor_args, timeout_s=180)
+    )
+    engine = SGLangEngine(url or live_server.url, api_key=live_server.api_key, vocab_size=320, max_tokens=4096)
     try:
         actor = await channels.accept("actor", 90)
-        settings = PublishConfig(bucket_bytes=200_000, timeout_s=30, first_timeout_s=30, logprob_tolerance=1e-4)
-        publisher = Publisher([engine], actor, settings, engine_ranks=1, fixed_prompt=PROMPT)
+        config = {"bucket_bytes": 200_000, "timeout_s": 30, "first_timeout_s": 30, "logprob_tolerance": 1e-4}
+        publisher = Publisher(
+            [engine], actor, PublishConfig(**{**config, **settings}), engine_ranks=1, fixed_prompt=PROMPT
+        )
         parts = Parts(publisher, actor, engine)
         try:
             yield parts

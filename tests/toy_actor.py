@@ -98,7 +98,7 @@ class Script:
             os.kill(os.getpid(), sent)
 
     def end_gather(self, rank: int, number: int, target: int, **facts: Any) -> None:
-        """A scripted failure comes here: no other rank waits for this one any more (one that did would end its role)."""
+        """A scripted failure comes here: no other rank waits for this one (one that did would end its role)."""
         time.sleep(self.gather_s)
         self.note(rank, "gathered", number=number, target=target, **facts)
         if rank == target and number in self.raise_at:
