@@ -198,16 +198,21 @@ async def _measure_case(
     try:
         for pair in range(NUM_WARM_UPS + stand.num_pairs):
             version += 1
-            for publishes in (True, False) if pair % 2 else (False, True):
-                if publishes:
-                    reports.append(check_publish(await publisher.publish(version), stand.model_bytes))
-                else:
-                    bare_runs.append(await parts.bare.run())
-                    check_rate(case.network, bare_runs[-1].num_bytes, bare_runs[-1].seconds)
+            if pair % 2:
+                bare_runs.append(await _bare_run(case, parts))
+            reports.append(check_publish(await publisher.publish(version), stand.model_bytes))
+            if not pair % 2:
+                bare_runs.append(await _bare_run(case, parts))
             _say({"pair": case.model_dump(mode="json")})
     finally:
         await publisher.close()
     return version, reports[NUM_WARM_UPS:], bare_runs[NUM_WARM_UPS:], sizes
+
+
+async def _bare_run(case: CaseSettings, parts: Parts) -> BareRun:
+    bare = await parts.bare.run()
+    check_rate(case.network, bare.num_bytes, bare.seconds)
+    return bare
 
 
 def check_publish(report: PublishReport, model_bytes: int) -> PublishReport:
