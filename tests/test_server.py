@@ -323,6 +323,7 @@ def test_the_servers_environment_has_no_proxy_no_rank_and_no_hub(monkeypatch: py
     assert child["PATH"] == "/bin"
     assert not {"HTTPS_PROXY", "http_proxy", "RANK"} & child.keys()
     assert (child["NO_PROXY"], child["HF_HUB_OFFLINE"], child["SGLANG_CPU_OMP_THREADS_BIND"]) == ("*", "1", core)
+    assert child["OMP_NUM_THREADS"] == "1"
     assert child["PYTHONPATH"] == f"{sglang_cpu.STAND_INS}:/mine"
 
 

@@ -12,7 +12,6 @@ import ipaddress
 import json
 import logging
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -200,7 +199,7 @@ def resolve_cores(cores: str | None, *, num_ranks: int, allowed: Collection[int]
             raise ValueError(f'engine.cpu_cores = "last" with tensor = {num_ranks}: only cores {usable} are allowed')
         return "|".join(str(core) for core in usable[-num_ranks:])
     try:
-        wanted = {core for part in re.split(r"[|,]", cores) for core in _core_range(part)}
+        wanted = {core for group in cores.split("|") for core in sglang_cpu.core_numbers(group)}
     except ValueError as error:
         raise ValueError(f'engine.cpu_cores = {cores!r} is not "last", and not like "1", "0-3,8" or "0|1"') from error
     if wanted - set(usable):
@@ -209,11 +208,6 @@ def resolve_cores(cores: str | None, *, num_ranks: int, allowed: Collection[int]
             'name others, or "last" for the highest one'
         )
     return cores
-
-
-def _core_range(part: str) -> range:
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)
 
 
 def _is_loopback(host: str) -> bool:

@@ -23,9 +23,22 @@ def is_needed() -> bool:
 
 
 def environment(cores: str | None, python_path: str | None) -> Mapping[str, str]:
-    """Variables for the server: `cores` as SGLANG_CPU_OMP_THREADS_BIND reads them ("1", or "0|1" for two ranks)."""
+    """Variables for the server: `cores` as SGLANG_CPU_OMP_THREADS_BIND reads them ("1", or "0|1" for two ranks).
+
+    SGLang heeds them where its own kernels run (AMX). Elsewhere every rank would compute with a thread for each core of
+    the machine, and a thread that must wait for its core makes all the others wait: the number of threads is said too.
+    """
     variables = {
         "SGLANG_USE_CPU_ENGINE": "1",
         "PYTHONPATH": ":".join(part for part in (str(STAND_INS), python_path) if part),
     }
-    return variables if cores is None else variables | {"SGLANG_CPU_OMP_THREADS_BIND": cores}
+    if cores is None:
+        return variables
+    num_threads = max(len(core_numbers(group)) for group in cores.split("|"))
+    return variables | {"SGLANG_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(num_threads)}
+
+
+def core_numbers(group: str) -> set[int]:
+    """Of one rank's cores, such as "0-3,8". Raises ValueError where it is no such text."""
+    ranges = [part.partition("-") for part in group.split(",")]
+    return {core for first, _, last in ranges for core in range(int(first), int(last or first) + 1)}
