@@ -25,7 +25,7 @@ class Proxy:
         number, self.arrived[path] = self.arrived[path], self.arrived[path] + 1
         status = await self.before[path](number) if path in self.before else None
         if status is not None:
-            return web.json_response({"success": False, "message": "refused by the proxy"}, status=status)
+            return web.json_response({"success": status == 200, "message": "answered by the proxy"}, status=status)
         headers = {name: request.headers[name] for name in ("Authorization", "Content-Type") if name in request.headers}
         assert self._session is not None
         call = self._session.request(request.method, self.target + path, data=body or None, headers=headers)

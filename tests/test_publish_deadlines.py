@@ -23,7 +23,7 @@ HANGING = {
     "pause": ("/pause_generation", r"phase pause: engine .*/pause_generation: no valid answer"),
     "begin": ("/begin_weight_update", r"phase begin: engine .*/begin_weight_update: no valid answer"),
     "load": (LOAD, r"phase load, bucket 0: .*"),
-    "end": ("/end_weight_update", r"phase end: engine .*/end_weight_update: no valid answer"),
+    "end": ("/end_weight_update", r"phase recover: engine .*/end_weight_update: no valid answer"),
     "version": ("/model_info", r"phase end: engine .*/model_info: no valid answer"),
     "resume": ("/continue_generation", r"phase resume: engine .*/continue_generation: no valid answer"),
     "leave too": ("/destroy_weights_update_group", r"phase load, bucket 1: .*HTTP 400"),
@@ -82,10 +82,10 @@ async def test_an_actor_that_is_late_in_any_phase_ends_the_publish_by_its_deadli
 
 
 async def test_a_rank_that_is_stopped_in_a_gather_is_named_by_the_one_that_waits_for_it(tmp_path: Path) -> None:
-    """Rank 1 stops itself in the gather of bucket 2; what it should send is bucket 2's."""
+    """Rank 1 stops itself in the gather of bucket 3, which it owns; what is sent meanwhile is bucket 2."""
     channels = ChannelServer()
     port = await channels.start("127.0.0.1", KEY)
-    script = Script(signal_at={1: (2, signal.SIGSTOP)})
+    script = Script(signal_at={1: (3, signal.SIGSTOP)})
     async with started(2, run_toy_actor, 2, port, script) as ranks, WaitingEngine(weights=toy_values(0)) as fake:
         actor = await channels.accept("actor", 90)
         engine = SGLangEngine(fake.url, api_key=None, vocab_size=320, max_tokens=512)

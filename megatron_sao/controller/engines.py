@@ -46,6 +46,16 @@ async def quietly(what: str, work: Awaitable[Any]) -> None:
         LOG.warning("could not %s: %s", what, error or "no answer in time")
 
 
+async def ask_for_life(engine: Engine) -> None:
+    """Raises EngineError where an engine that failed does not answer yet. Asked to join a group, it would hear of that
+    too late, and then wait for a store that is gone (SGLang: many minutes)."""
+    try:
+        await engine.end_update()
+    except EngineError as error:
+        if error.status is None:
+            raise
+
+
 async def compare_logprobs(
     engines: Sequence[Engine],
     actor: Channel,

@@ -1,12 +1,12 @@
 """A publish: the engines go from one weight version to the next, or are known to be in no version at all.
 
-    plan ──> connect (once) ──> prepare ──> pause ──> begin ──> [engines load bucket k || actor sends bucket k and
-    prepares bucket k+1] ... ──> end ──> resume
+    [recover ──>] plan ──> connect (once) ──> prepare ──> pause ──> begin ──> [engines load bucket k || actor sends
+    bucket k and prepares bucket k+1] ... ──> end ──> resume
 
 Consumes the actor's weights, produces engines that serve them. Waits for the engines and the actor; every phase has a
 deadline. On any failure both sides leave the groups, the session is ended, the engines stay paused and count as unknown
-(they may hold half of the new weights): they serve nothing before a publish of all tensors has succeeded. The actor's
-version stands.
+(they may hold half of the new weights): they serve nothing before a publish of all tensors has succeeded, which begins
+with whether they answer again (recover). The actor's version stands.
 """
 
 import logging
@@ -29,7 +29,7 @@ from megatron_sao.channel import (
     publish_plan_from,
 )
 from megatron_sao.config import PublishConfig
-from megatron_sao.controller.engines import CANCEL_S, Failure, compare_logprobs, quietly, together
+from megatron_sao.controller.engines import CANCEL_S, Failure, ask_for_life, compare_logprobs, quietly, together
 from megatron_sao.metrics import Metric
 from megatron_sao.rollout.engine import Engine, EngineError, PauseMode
 from megatron_sao.sync.plan import check_digest
@@ -205,12 +205,15 @@ class Publisher:
     async def _attempt(
         self, version: WeightVersion, *, full: bool, check: Check | None, phases: _Phases
     ) -> PublishPlan:
-        mode: PauseMode = self._settings.pause if self._known else "retract"  # KV of half of the weights is not kept
-        self._known = False
+        known, self._known = self._known, False
+        mode: PauseMode = self._settings.pause if known else "retract"  # KV of half of the weights is not kept
         if self._is_open:
             await self._give_up()
         self._is_open = True
         try:
+            if not known:
+                with phases.during("recover"):
+                    await together(*(ask_for_life(engine) for engine in self._engines))
             with phases.during("plan"):
                 plan = await self._plan(full)
             if not set(plan.sources) <= set(self._groups):

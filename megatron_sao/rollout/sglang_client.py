@@ -87,18 +87,19 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": False,
         }
-        try:
-            async with asyncio.timeout(self._timeouts.request_s):
-                while not self._running.is_set():  # a pause may follow a resume at once
-                    await self._running.wait()
-        except TimeoutError as error:
-            raise EngineError(self.name, "/generate", None, f"paused for {self._timeouts.request_s:g} s") from error
-        try:
-            answer = await self._post("/generate", body | self._cache_key(), timeout_s=self._timeouts.request_s)
-        except BaseException:  # a cancellation or a deadline above all: nobody will read what it goes on to sample
-            self._abort_soon(request.rid)
-            raise
-        return read_generation(self.name, request, answer)
+        while True:
+            await self._until_resumed()
+            version = self._version
+            try:
+                answer = await self._post("/generate", body | self._cache_key(), timeout_s=self._timeouts.request_s)
+            except BaseException:  # a cancellation or a deadline above all: nobody will read what it goes on to sample
+                self._abort_soon(request.rid)
+                raise
+            generation = read_generation(self.name, request, answer)
+            if not self._read_older_kv(generation, version):
+                return generation
+            if generation.finish == "abort":
+                raise EngineError(self.name, "/generate", None, f"{request.rid} was aborted, and had read older KV")
 
     async def score(self, input_ids: Sequence[int]) -> PromptScore:
         if len(input_ids) < 2:
@@ -235,6 +236,22 @@ class SGLangEngine:
     def _cache_key(self) -> dict[str, str]:
         """Requests of one version share cached prefixes; none reads KV of older weights."""
         return {"extra_key": str(self._version)} if self._keeps_kv else {}
+
+    def _read_older_kv(self, generation: Generation, version: WeightVersion | None) -> bool:
+        """Whether it was sent with the cache key of `version`, and admitted after a switch that kept that KV: it was on
+        its way, or waited in the engine, when the pause came. Such a turn is sampled again.
+        """
+        begun = generation.versions[0] if generation.versions else None
+        is_older = version is not None and begun is not None and version < begun
+        return self._keeps_kv and is_older and generation.cached_tokens > 0
+
+    async def _until_resumed(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeouts.request_s):
+                while not self._running.is_set():  # a pause may follow a resume at once
+                    await self._running.wait()
+        except TimeoutError as error:
+            raise EngineError(self.name, "/generate", None, f"paused for {self._timeouts.request_s:g} s") from error
 
     def _abort_soon(self, rid: str) -> None:
         """Abort from a task of its own: whoever cancelled the request is not kept waiting."""

@@ -25,6 +25,7 @@ Broadcast = tuple[dist.Work, list[float]]
 Result = TypeVar("Result")
 
 STORE_TIMEOUT = timedelta(seconds=60)  # of one request to a store
+CONNECT_TIMEOUT = timedelta(seconds=5)  # a store is there before anyone hears of it: one that is not has been closed
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.02
 
@@ -42,6 +43,12 @@ def open_store(host: str) -> TCPStore:
         )
     finally:
         listener.close()
+
+
+def connect_store(address: str, port: int) -> TCPStore:
+    store = TCPStore(address, port, None, False, CONNECT_TIMEOUT, wait_for_workers=False)
+    store.set_timeout(STORE_TIMEOUT)
+    return store
 
 
 def build_group(

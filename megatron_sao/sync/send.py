@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_sao.sync import group as groups
-from megatron_sao.sync.group import STORE_TIMEOUT, Backend, Broadcast, Cancelled
+from megatron_sao.sync.group import Backend, Broadcast, Cancelled
 from megatron_sao.sync.plan import Publishable, make_plan, offsets, tensor_bytes
 from megatron_sao.types import Bucket, PublishPlan, TensorSpec
 
@@ -145,7 +145,7 @@ class WeightSender:
             raise self._error("connect", "call listen() first, once for each group")
         if self._rank in names:
             if self._rank:
-                self._store = TCPStore(*endpoint, None, False, STORE_TIMEOUT, wait_for_workers=False)
+                self._store = self._connect(endpoint)
             with self._told("joined"):
                 self._join(names[self._rank], world_size, timeout_s, endpoint=endpoint, cancelled=cancelled)
         if self._rank == 0:
@@ -211,7 +211,7 @@ class WeightSender:
     def _join(
         self, name: str, world_size: int, timeout_s: float, *, endpoint: tuple[str, int], cancelled: Cancelled
     ) -> None:
-        client = TCPStore(*endpoint, None, False, STORE_TIMEOUT, wait_for_workers=False)
+        client = self._connect(endpoint)
         thread = groups.in_thread(
             "join", lambda: groups.build_group(client, self._backend, name, world_size, timeout_s)
         )
@@ -222,6 +222,12 @@ class WeightSender:
             self._store = None  # on rank 0 this closes the store, which ends the waits of both sides
             thread.add_done_callback(groups.discard_group)
             raise self._error("connect", f"group {name} of {world_size}: {error}") from error
+
+    def _connect(self, endpoint: tuple[str, int]) -> TCPStore:
+        try:
+            return groups.connect_store(*endpoint)
+        except RuntimeError as error:
+            raise self._error("connect", f"the store of rank 0 at {endpoint[0]}:{endpoint[1]}: {error}") from error
 
     def _gather(self, bucket: int, content: Bucket, places: Mapping[str, torch.Tensor] | None, timeout_s: float) -> int:
         try:
@@ -323,6 +329,7 @@ class WeightSender:
         self._turn = 1 - self._turn
         if len(self._buffers[self._turn]) < content.num_bytes:
             largest = max(each.num_bytes for each in self._known_plan().buckets if each.source == self._rank)
+            self._buffers[self._turn] = self._empty(0)  # the smaller one goes before the larger one is there
             self._buffers[self._turn] = self._empty(largest)
         return self._buffers[self._turn][: content.num_bytes]
 
