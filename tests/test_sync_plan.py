@@ -1,5 +1,6 @@
 """The publish plan: every tensor once, aligned for the receiver, the same on every rank."""
 
+import dataclasses
 import importlib.util
 import random
 from pathlib import Path
@@ -102,6 +103,29 @@ def test_the_digest_says_names_dtypes_shapes_order_and_cuts() -> None:
     ]
     assert len({plan.digest for plan in variants}) == len(variants)
     assert make_plan(list(base), bucket_bytes=100, full=True) == variants[0]
+
+
+def owned(name: str, owner: int) -> Publishable:
+    return dataclasses.replace(tensor(name), owner=owner)
+
+
+def test_direct_sends_leave_from_the_owners_in_turn_and_no_bucket_mixes_them() -> None:
+    tensors = [owned("shared", 0), owned("a0", 0), owned("a1", 1), owned("b1", 1), owned("c1", 1), owned("a2", 2)]
+    plan = make_plan(tensors, bucket_bytes=16, full=True, direct=True)
+    assert names(plan) == ["shared", "a1", "a2", "a0", "b1", "c1"]
+    assert [bucket.source for bucket in plan.buckets] == [0, 1, 2, 0, 1, 1]
+    assert plan.sources == (0, 1, 2)
+    gathered = make_plan(tensors, bucket_bytes=16, full=True)
+    assert (names(gathered), gathered.sources) == ([each.spec.name for each in tensors], (0,))
+
+
+def test_the_digest_says_who_sends() -> None:
+    """The same buckets in the same order from other ranks: two digests, or ranks would wait for each other."""
+    plans = [make_plan([owned("a", 0), owned("b", rank)], bucket_bytes=16, full=True, direct=True) for rank in (0, 1)]
+    gathered = make_plan([owned("a", 0), owned("b", 1)], bucket_bytes=16, full=True)
+    assert names(plans[0]) == names(plans[1]) == names(gathered)
+    assert plans[0] == gathered
+    assert plans[0].digest != plans[1].digest
 
 
 def test_a_plan_that_changed_on_its_way_is_refused() -> None:
