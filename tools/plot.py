@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 
 Records = Sequence[Mapping[str, Any]]
 TIMES = {
-    "wait for episodes": "time/wait_s",
-    "critic": "time/critic_s",
+    "actor waits for a valued batch": "time/wait_s",
     "actor": "time/actor_s",
     "publish": "publish/total_s",
     "check": "publish/verify_s",
@@ -36,7 +35,11 @@ def draw(records: Records, summary: Mapping[str, Any] | None, path: Path) -> Non
     _lines(axes[1, 0], records, critic, "critic")
     parts = [[r.get(key) or 0.0 for r in records] for key in TIMES.values()]
     axes[1, 1].stackplot(_steps(records), parts, labels=list(TIMES), alpha=0.8)
-    axes[1, 1].plot(_steps(records), [r["time/step_s"] for r in records], color="black", linewidth=1, label="step")
+    for label, key, style in (
+        ("step", "time/step_s", "-"),
+        ("critic, on the next batch or in the wait", "time/critic_s", ":"),
+    ):
+        axes[1, 1].plot(_steps(records), [r[key] for r in records], style, color="black", linewidth=1, label=label)
     axes[1, 1].set_ylabel("time [s]")
     axes[1, 1].set_ylim(0, 1.3 * max(r["time/step_s"] for r in records))
     axes[1, 1].legend(fontsize="small", ncols=3, loc="upper left")

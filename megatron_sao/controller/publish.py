@@ -12,24 +12,23 @@ with whether they answer again (recover). The actor's version stands.
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_sao.channel import (
     Answer,
     Channel,
-    ProtocolError,
     PublishJoin,
     PublishLeave,
     PublishListen,
     PublishPlanning,
     PublishPrepare,
-    PublishSend,
     publish_plan_from,
 )
 from megatron_sao.config import PublishConfig
+from megatron_sao.controller.buckets import ANSWER_S, Transfer
 from megatron_sao.controller.engines import CANCEL_S, Failure, ask_for_life, compare_logprobs, quietly, together
+from megatron_sao.controller.phases import Phases
 from megatron_sao.metrics import Metric
 from megatron_sao.rollout.engine import Engine, EngineError, PauseMode
 from megatron_sao.sync.plan import check_digest
@@ -41,7 +40,6 @@ LOG = logging.getLogger(__name__)
 Check = Callable[[], Awaitable[None]]
 
 _NUM_ATTEMPTS = 2
-_ANSWER_S = 10.0  # the actor bounds a send by itself; its answer may come this much later
 
 
 class PublishError(RuntimeError):
@@ -75,32 +73,6 @@ class PublishReport:
     metrics: Mapping[str, Metric]
 
 
-@dataclass(slots=True)
-class _Phases:
-    """Where an attempt is, and what it took so far."""
-
-    trace: Trace
-    phase: str = "plan"
-    bucket: int | None = None
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def during(self, phase: str) -> Iterator[None]:
-        start_s = time.monotonic()
-        with self.at(phase):
-            yield
-        self.add(phase, time.monotonic() - start_s)
-
-    @contextmanager
-    def at(self, phase: str, bucket: int | None = None) -> Iterator[None]:
-        self.phase, self.bucket = phase, bucket
-        with self.trace.span("publish", phase, **({} if bucket is None else {"bucket": bucket})):
-            yield
-
-    def add(self, phase: str, seconds: float) -> None:
-        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
-
-
 class Publisher:
     """Publishes the weights of one actor to its engines, all in one. One publish at a time.
 
@@ -123,7 +95,9 @@ class Publisher:
         self._engine_ranks, self._fixed_prompt = engine_ranks, fixed_prompt
         self._trace = trace or NoTrace()
         self._groups: Mapping[int, str] = {}  # by source
-        self._warm: set[int] = set()  # sources whose group has carried a bucket: NCCL compiles with the first
+        self._warm: frozenset[int] = (
+            frozenset()
+        )  # sources whose group has carried buckets: NCCL compiles with the first
         self._has_connected = False
         self._is_open = False  # an attempt runs, or was cut short: its groups and its session are still there
         self._known = True  # the engines hold exactly the weights of the version that they name
@@ -177,7 +151,7 @@ class Publisher:
 
     async def _publish(self, version: WeightVersion, *, full: bool, check: Check | None) -> PublishReport:
         start_s = time.monotonic()
-        num_attempts, phases = 1, _Phases(self._trace)
+        num_attempts, phases = 1, Phases(self._trace)
         first: PublishError | None = None
         while True:
             whole = full or not self._known
@@ -189,7 +163,7 @@ class Publisher:
                     raise error.after(first) from error.__cause__
                 first = error
                 LOG.warning("%s; one more attempt, with new groups and all tensors", error)
-            num_attempts, phases = num_attempts + 1, _Phases(self._trace)
+            num_attempts, phases = num_attempts + 1, Phases(self._trace)
         phases.add("total", time.monotonic() - start_s)
         with phases.during("verify"):
             difference = await self._verify(version)
@@ -199,12 +173,10 @@ class Publisher:
             num_attempts=num_attempts,
             num_tensors=sum(len(bucket.tensors) for bucket in plan.buckets),
             num_bytes=plan.num_bytes,
-            metrics=_metrics(phases, plan, num_attempts) | difference,
+            metrics=phases.metrics() | _counts(plan, num_attempts) | difference,
         )
 
-    async def _attempt(
-        self, version: WeightVersion, *, full: bool, check: Check | None, phases: _Phases
-    ) -> PublishPlan:
+    async def _attempt(self, version: WeightVersion, *, full: bool, check: Check | None, phases: Phases) -> PublishPlan:
         known, self._known = self._known, False
         mode: PauseMode = self._settings.pause if known else "retract"  # KV of half of the weights is not kept
         if self._is_open:
@@ -222,14 +194,14 @@ class Publisher:
             with phases.during("prepare"):
                 await self._call(PublishPrepare(bucket=0, timeout_s=self._settings.timeout_s))
             pause_s = time.monotonic()
-            with phases.during("pause"):
+            with phases.at("pause"):
                 await together(*(engine.pause(mode) for engine in self._engines))
             await self._transfer(version, plan, phases, flush=mode == "retract")
             if check is not None:
                 await check()
             with phases.during("resume"):
                 await together(*(engine.resume() for engine in self._engines))
-            phases.add("paused", time.monotonic() - pause_s)
+            phases.add("pause", time.monotonic() - pause_s)
         except Failure as error:
             what = f"publish of version {version} ({'all tensors' if full else 'trained tensors'})"
             await self._give_up()
@@ -243,16 +215,23 @@ class Publisher:
         await together(*(quietly("end the session", engine.end_update()) for engine in self._engines))
         self._is_open = False
 
-    async def _transfer(self, version: WeightVersion, plan: PublishPlan, phases: _Phases, *, flush: bool) -> None:
+    async def _transfer(self, version: WeightVersion, plan: PublishPlan, phases: Phases, *, flush: bool) -> None:
         """All buckets. The last one brings the version, and flushes the prefix cache (not where episodes keep KV)."""
         with phases.during("begin"):
             await together(*(engine.begin_update() for engine in self._engines))
-        for index in range(len(plan.buckets)):
-            last = index == len(plan.buckets) - 1
-            with phases.at("load", index):
-                times = await self._bucket(plan, index, version=version if last else None, flush=flush and last)
-            for phase, seconds in times.items():
-                phases.add(phase, seconds)
+        sources = frozenset(plan.sources)
+        settings = self._settings
+        await Transfer(
+            engines=self._engines,
+            actor=self._actor,
+            plan=plan,
+            groups=self._groups,
+            version=version,
+            flush=flush,
+            timeout_s=settings.timeout_s if sources <= self._warm else settings.first_timeout_s,
+            phases=phases,
+        ).run()
+        self._warm |= sources
         with phases.during("end"):
             await together(*(engine.end_update() for engine in self._engines))
             served = await together(*(engine.weight_version() for engine in self._engines))
@@ -273,7 +252,7 @@ class Publisher:
         endpoint = (await self._actor.call(PublishListen(), timeout_s=timeout_s)).data
         address, port = str(endpoint["address"]), int(str(endpoint["port"]))
         name, world_size = f"publish-{uuid.uuid4().hex[:12]}", 1 + len(self._engines) * self._engine_ranks
-        self._groups, self._warm = {source: f"{name}-{source}" for source in plan.sources}, set()
+        self._groups, self._warm = {source: f"{name}-{source}" for source in plan.sources}, frozenset()
 
         async def join(engine: Engine, rank_offset: int) -> None:
             for group_name in self._groups.values():
@@ -294,38 +273,9 @@ class Publisher:
         joining = [join(engine, offset) for engine, offset in zip(self._engines, offsets, strict=True)]
         await together(self._call(command), *joining)
 
-    async def _bucket(
-        self, plan: PublishPlan, index: int, *, version: WeightVersion | None, flush: bool
-    ) -> dict[str, float]:
-        """The engines receive and load a bucket while the actor sends it and prepares the next. What each part took."""
-        bucket = plan.buckets[index]
-        warm = bucket.source in self._warm
-        timeout_s = self._settings.timeout_s if warm else self._settings.first_timeout_s
-        start_s = time.monotonic()
-
-        async def load(engine: Engine) -> float:
-            await engine.load_bucket(
-                bucket,
-                group_name=self._groups[bucket.source],
-                version=version,
-                flush=flush,
-                timeout_s=timeout_s + _ANSWER_S,
-            )
-            return time.monotonic() - start_s
-
-        send = self._call(PublishSend(bucket=index, timeout_s=timeout_s))
-        answer, *loaded = await together(send, *(load(engine) for engine in self._engines))
-        sent = answer.data
-        if sent["num_bytes"] != bucket.num_bytes:
-            raise ProtocolError(f"the actor sent {sent['num_bytes']} bytes, planned were {bucket.num_bytes}")
-        self._warm.add(bucket.source)
-        parts = {phase: float(str(sent[f"{phase}_s"])) for phase in ("gather", "flatten", "send")}
-        exposed_s = time.monotonic() - start_s - max(loaded)
-        return parts | {"load": max(0.0, max(loaded) - parts["send"]), "prepare": exposed_s}
-
-    async def _call(self, command: PublishJoin | PublishPrepare | PublishSend) -> Answer:
+    async def _call(self, command: PublishJoin | PublishPrepare) -> Answer:
         """The actor ends these by itself, and can say why."""
-        return await self._actor.call(command, timeout_s=command.timeout_s + _ANSWER_S)
+        return await self._actor.call(command, timeout_s=command.timeout_s + ANSWER_S)
 
     async def _verify(self, version: WeightVersion) -> dict[str, Metric]:
         """Log-probs of the fixed prompt on all sides. A publish that fails here is not repeated: it is no accident."""
@@ -363,10 +313,5 @@ class Publisher:
         self._groups = {}
 
 
-def _metrics(phases: _Phases, plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
-    names = ("total", "plan", "prepare", "gather", "flatten", "send", "load", "resume", "verify")
-    metrics = {f"publish/{name}_s": Metric(phases.seconds.get(name, 0.0)) for name in names}
-    metrics["publish/pause_s"] = Metric(phases.seconds["paused"])  # from before the pause to after the resume
-    metrics["publish/bytes"] = Metric(plan.num_bytes)
-    metrics["publish/num_attempts"] = Metric(num_attempts)
-    return metrics
+def _counts(plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
+    return {"publish/bytes": Metric(plan.num_bytes), "publish/num_attempts": Metric(num_attempts)}
