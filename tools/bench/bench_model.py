@@ -1,5 +1,6 @@
-"""Random Qwen3-MoE checkpoints of a given size, with tensors as large as those of a real one."""
+"""Random Qwen3-MoE checkpoints of a given size. From 256 MiB on their tensors have the shapes of Qwen3-30B-A3B's."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from tools.warm_start.model import build_config, build_tokenizer
 ITEM_BYTES = 2  # bfloat16
 MIN_VOCAB = 320  # of the tokenizer
 VOCAB_STEP = 64  # the vocabulary is divided over tensor-parallel ranks
-HEAD_DIM = 64
 DEVIATION = 0.02
 Shape = tuple[int, ...]
 
@@ -25,16 +25,11 @@ class Sizes:
     hidden: int
     expert: int  # intermediate size of one
     num_experts: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
     num_layers: int = 0
     vocab: int = MIN_VOCAB
-
-    @property
-    def num_heads(self) -> int:
-        return self.hidden // HEAD_DIM
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.num_heads // 2
 
     def tensors(self) -> Iterator[tuple[str, Shape]]:
         """HF names and shapes of the whole model."""
@@ -46,13 +41,13 @@ class Sizes:
         yield "lm_head.weight", (self.vocab, self.hidden)
 
     def layer(self) -> Iterator[tuple[str, Shape]]:
-        query, key = self.num_heads * HEAD_DIM, self.num_kv_heads * HEAD_DIM
+        query, key = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         yield "input_layernorm.weight", (self.hidden,)
         for name, rows in (("q", query), ("k", key), ("v", key)):
             yield f"self_attn.{name}_proj.weight", (rows, self.hidden)
         yield "self_attn.o_proj.weight", (self.hidden, query)
-        yield "self_attn.q_norm.weight", (HEAD_DIM,)
-        yield "self_attn.k_norm.weight", (HEAD_DIM,)
+        yield "self_attn.q_norm.weight", (self.head_dim,)
+        yield "self_attn.k_norm.weight", (self.head_dim,)
         yield "post_attention_layernorm.weight", (self.hidden,)
         yield "mlp.gate.weight", (self.num_experts, self.hidden)
         for expert in range(self.num_experts):
@@ -65,23 +60,25 @@ class Sizes:
         return sum(_bytes(shape) for _, shape in self.tensors())
 
 
+QWEN3_30B_A3B = Sizes(hidden=2048, expert=768, num_experts=8, num_heads=32, num_kv_heads=4, head_dim=128)
+SHAPES = (
+    (2**29, dataclasses.replace(QWEN3_30B_A3B, num_experts=16)),
+    (0.98 * 2**28, QWEN3_30B_A3B),
+    (2**26, Sizes(hidden=1024, expert=768, num_experts=8, num_heads=16, num_kv_heads=8, head_dim=64)),
+    (0, Sizes(hidden=256, expert=128, num_experts=8, num_heads=4, num_kv_heads=2, head_dim=64)),
+)
+"""From this number of bytes on."""
+
+
 def sizes_for(num_bytes: int) -> Sizes:
     """Within 2 % of `num_bytes`; ValueError where it is too small for a model."""
-    hidden, expert, num_experts = (1024, 768, 8) if num_bytes >= 2**26 else (256, 128, 8)
-    if num_bytes >= 2**29:
-        num_experts = 16
-    without = Sizes(hidden=hidden, expert=expert, num_experts=num_experts)
+    without = next(sizes for least_bytes, sizes in SHAPES if num_bytes >= least_bytes)
     per_layer = sum(_bytes(shape) for _, shape in without.layer())
     num_layers = (num_bytes - without.num_bytes) // per_layer
-    per_step = 2 * VOCAB_STEP * hidden * ITEM_BYTES
+    per_step = 2 * VOCAB_STEP * without.hidden * ITEM_BYTES
     left = num_bytes - without.num_bytes - num_layers * per_layer
-    sizes = Sizes(
-        hidden=hidden,
-        expert=expert,
-        num_experts=num_experts,
-        num_layers=num_layers,
-        vocab=MIN_VOCAB + VOCAB_STEP * round(left / per_step),
-    )
+    vocab = MIN_VOCAB + VOCAB_STEP * round(left / per_step)
+    sizes = dataclasses.replace(without, num_layers=num_layers, vocab=vocab)
     if num_layers < 1 or abs(sizes.num_bytes - num_bytes) > 0.02 * num_bytes:
         raise ValueError(f"no model of {num_bytes} bytes can be made: the smallest has about {2 * per_layer}")
     return sizes
@@ -99,7 +96,7 @@ def write_model(directory: Path, num_bytes: int) -> int:
             "num_hidden_layers": sizes.num_layers,
             "num_attention_heads": sizes.num_heads,
             "num_key_value_heads": sizes.num_kv_heads,
-            "head_dim": HEAD_DIM,
+            "head_dim": sizes.head_dim,
             "intermediate_size": 2 * sizes.hidden,
             "moe_intermediate_size": sizes.expert,
             "num_experts": sizes.num_experts,

@@ -8,11 +8,12 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from megatron_sao.types import StopReason, Trajectory
-from tools.bench.bench_model import DEVIATION, HEAD_DIM, Sizes
+from tools.bench.bench_model import DEVIATION, Sizes
 from tools.warm_start.model import build_config, build_tokenizer
 
 NUM_EXPERTS, TOP_K = 8, 2
 GROUP_SIZE = 4  # trajectories of one prompt, for GRPO
+HEAD_DIM = 64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +41,9 @@ def write_models(directory: Path, size: Size, *, seed: int = 0) -> tuple[Path, P
         num_experts=NUM_EXPERTS,
         num_layers=size.num_layers,
         vocab=size.vocab_size,
+        num_heads=size.hidden // HEAD_DIM,
+        num_kv_heads=size.hidden // HEAD_DIM // 2,
+        head_dim=HEAD_DIM,
     )
     if size.hidden % (2 * HEAD_DIM):
         raise ValueError(f"hidden = {size.hidden} is not a multiple of {2 * HEAD_DIM}, two heads")
