@@ -14,6 +14,10 @@ from megatron_sao.rollout.devices import visible_devices
 
 STAND_INS = Path(__file__).parent / "stand_ins"
 
+KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33)}
+"""glibc gives a buffer above 32 MiB back to the kernel after each use; receiving weights into new pages takes as long as
+copying them."""
+
 FLAGS = ("--device", "cpu", "--attention-backend", "torch_native")
 
 
@@ -30,6 +34,7 @@ def environment(cores: str | None, python_path: str | None) -> Mapping[str, str]
     """
     variables = {
         "SGLANG_USE_CPU_ENGINE": "1",
+        **KEPT_MEMORY,
         "PYTHONPATH": ":".join(part for part in (str(STAND_INS), python_path) if part),
     }
     if cores is None:
