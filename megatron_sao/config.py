@@ -195,9 +195,10 @@ class EngineConfig(Part):
 class PublishConfig(Part):
     pause: Literal["retract", "in_place"] = "retract"  # running episodes' KV: computed again, or kept
     sender: Literal["gather", "direct"] = "gather"  # all from rank 0, or each expert from the rank that owns it
-    bucket_bytes: PositiveInt = 512 * 1024 * 1024  # one broadcast; a larger tensor gets a bucket of its own
+    bucket_bytes: PositiveInt = 64 * 1024 * 1024  # one broadcast; a larger tensor gets a bucket of its own
     timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
-    first_timeout_s: PositiveFloat = 900.0  # of the first connect and of a group's first bucket, where NCCL compiles
+    first_timeout_s: PositiveFloat = 900.0  # of the first connect and a group's first buckets, where NCCL compiles
+    max_pause_s: PositiveFloat = 240.0  # the longest that engines stand still; SGLang ends itself after 300 s
     verify_first: bool = True  # checksum, reset, publish version 0, compare
     logprob_tolerance: PositiveFloat | None = None  # max |engine - actor| after a publish, nats; none: 1e-4 in float32
     logprob_mean_tolerance: PositiveFloat | None = None  # mean |engine - actor|; none: 0.5 in bfloat16
@@ -236,6 +237,15 @@ class Config(Part):
                     f"{name}.max_tokens_per_micro_batch = {role.max_tokens_per_micro_batch} is below "
                     f"rollout.max_episode_tokens = {self.rollout.max_episode_tokens}"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def the_overlapped_loop_has_batches_ahead(self) -> "Config":
+        if self.run.loop == "overlapped" and self.rollout.max_lag == 0:
+            raise ValueError(
+                'run.loop = "overlapped" with rollout.max_lag = 0 overlaps nothing: set max_lag = 2, or 1 where episodes '
+                "are short beside a step"
+            )
         return self
 
     @model_validator(mode="after")

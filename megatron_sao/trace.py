@@ -7,6 +7,7 @@ be opened too (the format's last bracket is optional).
 import asyncio
 import itertools
 import json
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LOG = logging.getLogger(__name__)
 Arg = int | float | str
 
 
@@ -75,8 +77,13 @@ class Trace:
 
     def _write(self, phase: str, name: str, row: str, args: dict[str, Any], **times: int) -> None:
         event = {"ph": phase, "name": name, "pid": 0, "tid": self._rows.index(row), "args": args, **times}
-        if not self._file.closed:
+        if self._file.closed:
+            return
+        try:
             self._file.write(b",\n" + json.dumps(event).encode())
+        except OSError as error:  # a full disk must not end a publish
+            LOG.warning("the trace ends here: %s", error)
+            self._file.close()
 
 
 class NoTrace(Trace):

@@ -178,7 +178,7 @@ class PublishSend(Command):
 
 
 class PublishLeave(Command):
-    """Destroy the update group, in whatever state it is. Also the way to cancel a publish."""
+    """Destroy the update groups, in whatever state they are. Also the way to cancel a publish."""
 
     kind: Literal["publish_leave"] = "publish_leave"
 

@@ -9,6 +9,7 @@ failed at one never name the new version.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +21,10 @@ from megatron_sao.controller.phases import Phases
 from megatron_sao.rollout.engine import Engine
 from megatron_sao.types import PublishPlan, WeightVersion
 
-ANSWER_S = 10.0  # the actor bounds its commands by itself; their answer may come this much later
+LOG = logging.getLogger(__name__)
+ANSWER_S = 45.0
+"""The actor bounds its commands by itself; its answer may come this much later: a rank that failed waits for the others
+for `Meeting.grace_s` (30 s) before it can say why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +41,7 @@ class Transfer:
     phases: Phases
 
     async def run(self) -> None:
+        self.phases.phase = "load"
         times = await pipeline(len(self.plan.buckets), load=self._load, send=self._send)
         for phase, seconds in seconds_of(times).items():
             self.phases.add(phase, seconds)
@@ -117,7 +122,9 @@ async def pipeline(
     finally:
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        for result in await asyncio.gather(*tasks, return_exceptions=True):
+            if isinstance(result, Exception):
+                LOG.info("a side of the pipeline ended with: %s", result)
 
 
 def seconds_of(times: Sequence[BucketTimes]) -> Mapping[str, float]:

@@ -22,7 +22,6 @@ from megatron_sao.channel.commands import (
     DropBatch,
     Export,
     LoadBatch,
-    Score,
 )
 from megatron_sao.config import RoleConfig
 from megatron_sao.data.packing import pack, packing_metrics
@@ -105,8 +104,3 @@ class ActorClient(RoleClient):
         command = ActorUpdate(batch_id=batch.id, version=version)
         answer = await self.channel.call(command, {"advantages": advantages_A}, timeout_s=self.timeout_s)
         return answer.metrics
-
-    async def score(self, token_ids_T: NDArray[np.int32]) -> NDArray[np.float32]:
-        """[T-1] log-prob of token t+1 given tokens 0..t."""
-        answer = await self.channel.call(Score(), {"token_ids": token_ids_T}, timeout_s=self.timeout_s)
-        return answer.tensors["logprobs"]

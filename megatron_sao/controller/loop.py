@@ -10,16 +10,15 @@ two batches hold theirs, of (max_lag + 1) * trajectories_per_step, so that engin
 actor update only from max_lag = 2 on. With max_lag = 0 batch n+1 begins when n is released, and nothing overlaps.
 """
 
-import asyncio
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from megatron_sao.config import CriticConfig
 from megatron_sao.controller.clients import ActorClient, CriticClient
+from megatron_sao.controller.engines import together
 from megatron_sao.controller.publish import Publisher
 from megatron_sao.controller.report import Reporter
 from megatron_sao.controller.step import StepSettings, Valued, actor_part, critic_part, critic_step
@@ -116,7 +115,7 @@ async def overlapped_loop(parts: Parts, *, num_steps: int, first_batch_id: int) 
         using = version + 1  # the update that the batch taken ahead is for: its lag counts from there
         training = _train(parts, ready, version=version, free_s=free_s)
         ahead = _value(parts, first_batch_id + using, version=using, timeout_s=parts.step_timeout_s)
-        free_s, ready = await _both(training, ahead)
+        free_s, ready = await together(training, ahead)
     await _train(parts, ready, version=num_steps - 1, free_s=free_s)
     return num_steps
 
@@ -152,17 +151,6 @@ async def _train(parts: Parts, ready: Ready, *, version: WeightVersion, free_s: 
     }
     parts.reporter.step(version, _record(version, [ready.rollout, trained, published, own]))
     return end_s
-
-
-async def _both(training: Coroutine[Any, Any, float], ahead: Coroutine[Any, Any, Ready]) -> tuple[float, Ready]:
-    """Both results; or the first failure, once the other one has been cancelled and has ended."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            actor, critic = group.create_task(training, name="actor's side"), group.create_task(ahead, name="critic's")
-    except BaseExceptionGroup as failures:
-        first_failure = failures.exceptions[0]
-        raise first_failure from first_failure.__cause__
-    return actor.result(), critic.result()
 
 
 async def _next_batch(

@@ -9,7 +9,10 @@ from megatron_sao.controller.engines import Failure
 from megatron_sao.metrics import Metric
 from megatron_sao.trace import Trace
 
-NAMES = ("total", "plan", "prepare", "pause", "gather", "flatten", "send", "load", "resume", "verify")
+NAMES = (
+    *("total", "recover", "plan", "connect", "prepare", "pause", "begin", "gather", "flatten", "send", "load"),
+    *("end", "check", "resume", "verify"),
+)
 
 
 @dataclass(slots=True)

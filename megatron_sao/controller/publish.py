@@ -9,6 +9,7 @@ deadline. On any failure both sides leave the groups, the session is ended, the 
 with whether they answer again (recover). The actor's version stands.
 """
 
+import asyncio
 import logging
 import time
 import uuid
@@ -43,7 +44,8 @@ _NUM_ATTEMPTS = 2
 
 
 class PublishError(RuntimeError):
-    """A publish failed; `phase` and `bucket` (None outside of load) say where. The engines are paused and unknown."""
+    """A publish failed; `phase` and `bucket` (None outside of send and load) say where. The engines are unknown, and
+    paused from phase pause on."""
 
     def __init__(self, what: str, phase: str, bucket: int | None, reason: str) -> None:
         where = phase if bucket is None else f"{phase}, bucket {bucket}"
@@ -95,10 +97,10 @@ class Publisher:
         self._engine_ranks, self._fixed_prompt = engine_ranks, fixed_prompt
         self._trace = trace or NoTrace()
         self._groups: Mapping[int, str] = {}  # by source
-        self._warm: frozenset[int] = (
-            frozenset()
-        )  # sources whose group has carried buckets: NCCL compiles with the first
+        # Sources whose group has carried buckets: NCCL compiles with the first.
+        self._warm: frozenset[int] = frozenset()
         self._has_connected = False
+        self._paused_s: float | None = None  # since when the engines stand still
         self._is_open = False  # an attempt runs, or was cut short: its groups and its session are still there
         self._known = True  # the engines hold exactly the weights of the version that they name
 
@@ -193,15 +195,7 @@ class Publisher:
                     await self._connect(plan)
             with phases.during("prepare"):
                 await self._call(PublishPrepare(bucket=0, timeout_s=self._settings.timeout_s))
-            pause_s = time.monotonic()
-            with phases.at("pause"):
-                await together(*(engine.pause(mode) for engine in self._engines))
-            await self._transfer(version, plan, phases, flush=mode == "retract")
-            if check is not None:
-                await check()
-            with phases.during("resume"):
-                await together(*(engine.resume() for engine in self._engines))
-            phases.add("pause", time.monotonic() - pause_s)
+            await self._switch(version, plan, mode=mode, check=check, phases=phases)
         except Failure as error:
             what = f"publish of version {version} ({'all tensors' if full else 'trained tensors'})"
             await self._give_up()
@@ -209,6 +203,30 @@ class Publisher:
             raise PublishError(f"{what} to engine {self._names}", phases.phase, phases.bucket, reason) from error
         self._known, self._is_open = True, False
         return plan
+
+    async def _switch(
+        self, version: WeightVersion, plan: PublishPlan, *, mode: PauseMode, check: Check | None, phases: Phases
+    ) -> None:
+        """From the pause to the resume. TimeoutError after `max_pause_s`."""
+        if self._paused_s is None:
+            self._paused_s = time.monotonic()
+        longest_s = self._settings.max_pause_s
+        try:
+            async with asyncio.timeout(longest_s) as bound:
+                with phases.at("pause"):
+                    await together(*(engine.pause(mode) for engine in self._engines))
+                await self._transfer(version, plan, phases, flush=mode == "retract")
+                if check is not None:
+                    with phases.during("check"):
+                        await check()
+                with phases.during("resume"):
+                    await together(*(engine.resume() for engine in self._engines))
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            raise TimeoutError(f"the engines have stood still for publish.max_pause_s = {longest_s:g} s") from error
+        phases.add("pause", time.monotonic() - self._paused_s)
+        self._paused_s = None
 
     async def _give_up(self) -> None:
         await self._leave()
@@ -247,7 +265,6 @@ class Publisher:
 
     async def _connect(self, plan: PublishPlan) -> None:
         timeout_s = self._settings.timeout_s if self._has_connected else self._settings.first_timeout_s
-        self._has_connected = True
         await self._leave()
         endpoint = (await self._actor.call(PublishListen(), timeout_s=timeout_s)).data
         address, port = str(endpoint["address"]), int(str(endpoint["port"]))
@@ -272,6 +289,7 @@ class Publisher:
         offsets = range(1, world_size, self._engine_ranks)
         joining = [join(engine, offset) for engine, offset in zip(self._engines, offsets, strict=True)]
         await together(self._call(command), *joining)
+        self._has_connected = True
 
     async def _call(self, command: PublishJoin | PublishPrepare) -> Answer:
         """The actor ends these by itself, and can say why."""

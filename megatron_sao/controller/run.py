@@ -199,7 +199,8 @@ def longest_step_s(config: Config) -> float:
     """The longest wait for a slot: an episode, every command of a step and a publish, each up to its deadline."""
     num_commands = 6 + config.critic.num_updates  # loads and drops of both roles, values, the actor's update
     command_s = max(config.actor.command_timeout_s, config.critic.command_timeout_s)
-    publish_s = 2 * (config.publish.first_timeout_s + 3 * config.publish.timeout_s)  # two attempts, a few phases
+    publish = config.publish
+    publish_s = 2 * (publish.first_timeout_s + 4 * publish.timeout_s + publish.max_pause_s)  # two attempts, the check
     episode_s = config.rollout.episode_timeout_s + config.rollout.reward_timeout_s
     return num_commands * command_s + publish_s + episode_s
 

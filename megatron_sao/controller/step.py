@@ -49,7 +49,10 @@ class Valued:
 async def sao_step(
     batch: Batch, *, version: WeightVersion, actor: ActorClient, critic: CriticClient, settings: StepSettings
 ) -> Metrics:
-    """Train both models on `batch`, the actor from `version`; its weights are `version + 1` afterwards."""
+    """Train both models on `batch`, the actor from `version`; its weights are `version + 1` afterwards.
+
+    The method in two lines. The loops take the two parts one by one, with the waits and the publish between them.
+    """
     valued = await critic_part(batch, critic=critic, settings=settings)
     return await actor_part(valued, version=version, actor=actor, settings=settings)
 

@@ -97,7 +97,8 @@ class Engine(Protocol):
     """One engine. Every call has a deadline of its own; all raise EngineError when the engine fails.
 
     Calls that publish weights come in the order pause, begin_update, load_bucket (the last one carries the version
-    and flushes), end_update, resume; join_group before, leave_group after or whenever something went wrong.
+    and, unless the pause is in_place, flushes), end_update, resume; join_group before, leave_group after or whenever
+    something went wrong.
     """
 
     @property

@@ -68,6 +68,8 @@ class SGLangServer:
             RuntimeError: it ended, or did not answer within `start_timeout_s`; with the tail of its log.
         """
         _check_model(model_path)
+        if prefix and not config.port:
+            raise ValueError(f"a server behind {' '.join(prefix)} needs engine.port: a free one is not seen from here")
         deadline = time.monotonic() + config.start_timeout_s
         for attempt in range(PORT_ATTEMPTS):
             port = config.port if prefix else _port(config.host, config.port)

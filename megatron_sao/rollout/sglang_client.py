@@ -66,6 +66,7 @@ class SGLangEngine:
         self._running.set()
         self._abort_after_resume: set[str] = set()
         self._version: WeightVersion | None = None  # of the last publish through this client
+        self._num_publishes = 0
         self._keeps_kv = False  # the engine has been paused in_place: its cache holds KV of several versions
 
     @property
@@ -185,7 +186,7 @@ class SGLangEngine:
         }
         await self._post("/update_weights_from_distributed", body, timeout_s=timeout_s)
         if version is not None:
-            self._version = version
+            self._version, self._num_publishes = version, self._num_publishes + 1
 
     async def checksum(self) -> Mapping[str, str]:
         answer = await self._control("/weights_checker", {"action": "checksum"})
@@ -234,8 +235,8 @@ class SGLangEngine:
             )
 
     def _cache_key(self) -> dict[str, str]:
-        """Requests of one version share cached prefixes; none reads KV of older weights."""
-        return {"extra_key": str(self._version)} if self._keeps_kv else {}
+        """Requests after one publish share cached prefixes; none reads KV of older weights."""
+        return {"extra_key": f"{self._version}.{self._num_publishes}"} if self._keeps_kv else {}
 
     def _read_older_kv(self, generation: Generation, version: WeightVersion | None) -> bool:
         """Whether it was sent with the cache key of `version`, and admitted after a switch that kept that KV: it was on

@@ -27,7 +27,7 @@ Result = TypeVar("Result")
 STORE_TIMEOUT = timedelta(seconds=60)  # of one request to a store
 CONNECT_TIMEOUT = timedelta(seconds=5)  # a store is there before anyone hears of it: one that is not has been closed
 _POLL_S = 0.0002
-_MAX_POLL_S = 0.02
+_MAX_POLL_S = 0.002
 
 
 def open_store(host: str) -> TCPStore:

@@ -88,7 +88,7 @@ def check_digest(plan: PublishPlan) -> PublishPlan:
 def offsets(bucket: Bucket) -> tuple[int, ...]:
     """First byte of each tensor of the bucket."""
     sizes = [tensor_bytes(spec) for spec in bucket.tensors]
-    return tuple(sum(sizes[:index]) for index in range(len(sizes)))
+    return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
 def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:

@@ -26,6 +26,7 @@ from megatron_sao.sync.plan import Publishable, make_plan, offsets, tensor_bytes
 from megatron_sao.types import Bucket, PublishPlan, TensorSpec
 
 _CANCELLED = "cancelled"  # key in the store, by which rank 0 tells the other sources
+_JOIN_S = 15.0  # how much longer another source may take to join: less than a failed rank waits for the others
 _REPORT_S = 5.0  # how much longer rank 0 waits for another source than that waits for the engines
 
 
@@ -146,11 +147,12 @@ class WeightSender:
         if self._rank in names:
             if self._rank:
                 self._store = self._connect(endpoint)
-            with self._told("joined"):
+            with self._told(f"joined/{self._rank}") as told:
                 self._join(names[self._rank], world_size, timeout_s, endpoint=endpoint, cancelled=cancelled)
+                told.append("joined")
         if self._rank == 0:
             for rank in (rank for rank in names if rank):
-                self._hear("connect", f"joined/{rank}", f"rank {rank}", timeout_s, cancelled)
+                self._hear("connect", f"joined/{rank}", f"rank {rank}", min(timeout_s, _JOIN_S), cancelled)
 
     def prepare(self, bucket: int, timeout_s: float) -> None:
         """Gather and flatten bucket number `bucket` of the plan on its source.
@@ -180,7 +182,7 @@ class WeightSender:
         Raises:
             RuntimeError: not prepared, a deadline, a cancel, an engine that has gone; or what `prepare` raises.
         """
-        content, key = self._bucket(bucket), f"sent/{self._num_sends}"
+        start_s, content, key = time.monotonic(), self._bucket(bucket), f"sent/{self._num_sends}"
         self._num_sends += 1
         if self._ready != bucket:
             raise self._error("send", f"bucket {bucket} is not prepared: call prepare() first")
@@ -188,7 +190,8 @@ class WeightSender:
             self._prepare_after(bucket, timeout_s)
             if self._rank:
                 return None
-            text = self._hear("send", key, f"rank {content.source}, bucket {bucket}", timeout_s, cancelled)
+            left_s = max(0.0, timeout_s - (time.monotonic() - start_s))
+            text = self._hear("send", key, f"rank {content.source}, bucket {bucket}", left_s, cancelled)
             return SendReport(**json.loads(text))
         with self._told(key) as told:
             report = self._send(bucket, timeout_s, cancelled)
@@ -219,7 +222,8 @@ class WeightSender:
             groups.wait_until(thread.done, timeout_s, self._cancel(cancelled))
             self._group = thread.result()
         except (RuntimeError, TimeoutError) as error:
-            self._store = None  # on rank 0 this closes the store, which ends the waits of both sides
+            if not self._rank:
+                self._store = None  # closes the store, which ends the waits of both sides
             thread.add_done_callback(groups.discard_group)
             raise self._error("connect", f"group {name} of {world_size}: {error}") from error
 
@@ -276,14 +280,14 @@ class WeightSender:
 
     @contextmanager
     def _told(self, key: str) -> Iterator[list[str]]:
-        """Tells rank 0 that this source is done, and what was appended; also when it failed (the ranks' agreement on
-        the command says why)."""
+        """Tells rank 0 what was appended; nothing where this source failed (the ranks' agreement on the command says
+        why)."""
         report: list[str] = []
         try:
             yield report
         finally:
             if self._rank and self._store is not None:
-                self._store.set(f"{key}/{self._rank}" if key == "joined" else key, "".join(report))
+                self._store.set(key, "".join(report))
 
     def _hear(self, phase: str, key: str, who: str, timeout_s: float, cancelled: Cancelled) -> str:
         """Rank 0 waits for what `_told` says."""
@@ -295,7 +299,7 @@ class WeightSender:
             raise self._error(phase, f"waiting for {who}: {error}") from error
         report = store.get(key).decode()
         store.delete_key(key)
-        if phase == "send" and not report:
+        if not report:
             raise self._error(phase, f"{who} failed")
         return report
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_sao.rollout.server import NOT_INHERITED
+from megatron_sao.sync.group import open_store
 from tools.bench.networks import Side
 
 COMMAND = (sys.executable, "-P", "-m", "tools.bench.bare_broadcast")
@@ -140,7 +141,7 @@ class Rank:
     def answer(self, request: Mapping[str, Any]) -> dict[str, Any]:
         match request:
             case {"listen": host}:
-                self._store = TCPStore(host, 0, None, True, wait_for_workers=False)
+                self._store = open_store(host)
                 return {"port": self._store.port}
             case {"join": rank, "host": host, "port": port, "world_size": world_size}:
                 self._join(rank, host, port, world_size)

@@ -1,5 +1,6 @@
 """Whole tensors under HF names, out of the shards of a running model."""
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +15,8 @@ from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding, Shape, bind
 from megatron_sao.megatron.parallel import Parallel
+
+_LEAST_S = 0.001  # of a wait: torch takes 0 for its default
 
 
 class MappedModel(Protocol):
@@ -130,19 +133,20 @@ def receive(
 
     Raises:
         ValueError: a name that the model does not have.
-        RuntimeError: a piece was not there within `timeout_s` (None: the group's own deadline).
+        RuntimeError: not all pieces were there within `timeout_s` (None: the group's own deadline for each).
     """
     num_bytes, parameters, wanted = 0, dict(model.named_parameters()), frozenset(names)
+    end_s = None if timeout_s is None else time.monotonic() + timeout_s
     for binding in _needed(bindings_of(model, parallel), names):
         holders = _holders(binding, parallel)
         for rank, holder in enumerate(holders):
             shard = _Shard(binding, model.hf_config, rank, len(holders))
             if parallel.rank == holder != target:
                 parameter = parameters[binding.find(parameters)].detach()
-                _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, timeout_s)
+                _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, end_s)
             elif parallel.rank == target != holder:
                 assert wholes is not None, "the target has the places"
-                num_bytes += _receive(shard.places(wholes), holder, timeout_s)
+                num_bytes += _receive(shard.places(wholes), holder, end_s)
     return num_bytes
 
 
@@ -199,24 +203,24 @@ def _holders(binding: Binding, parallel: Parallel) -> range:
     return range(1) if binding.layout.dim is None else range(parallel.tensor_size)
 
 
-def _send(pieces: Mapping[str, Tensor], dtype: torch.dtype, target: int, timeout_s: float | None) -> None:
+def _send(pieces: Mapping[str, Tensor], dtype: torch.dtype, target: int, end_s: float | None) -> None:
     for name, piece in pieces.items():
         message = piece.to(dtype).contiguous().view(torch.uint8)
-        _finish(dist.isend(message, dst=target), f"{name} for rank {target}", timeout_s)
+        _finish(dist.isend(message, dst=target), f"{name} for rank {target}", end_s)
 
 
-def _receive(places: Mapping[str, Tensor], holder: int, timeout_s: float | None) -> int:
+def _receive(places: Mapping[str, Tensor], holder: int, end_s: float | None) -> int:
     for name, place in places.items():
         message = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype, device=place.device)
-        _finish(dist.irecv(message.view(torch.uint8), src=holder), f"{name} of rank {holder}", timeout_s)
+        _finish(dist.irecv(message.view(torch.uint8), src=holder), f"{name} of rank {holder}", end_s)
         if message is not place:
             place.copy_(message)
     return sum(place.nbytes for place in places.values())
 
 
-def _finish(work: dist.Work | None, what: str, timeout_s: float | None) -> None:
+def _finish(work: dist.Work | None, what: str, end_s: float | None) -> None:
     assert work is not None, "this rank belongs to the default group"
     try:
-        work.wait() if timeout_s is None else work.wait(timedelta(seconds=timeout_s))
+        work.wait() if end_s is None else work.wait(timedelta(seconds=max(_LEAST_S, end_s - time.monotonic())))
     except RuntimeError as error:
         raise RuntimeError(f"{what}: {error}") from error

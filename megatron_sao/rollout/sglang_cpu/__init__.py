@@ -15,7 +15,7 @@ from megatron_sao.rollout.devices import visible_devices
 STAND_INS = Path(__file__).parent / "stand_ins"
 
 KEPT_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**33)}
-"""glibc gives a buffer above 32 MiB back to the kernel after each use; receiving weights into new pages takes as long as
+"""glibc gives a buffer above 32 MiB back to the kernel after each use; receiving into new pages takes as long as
 copying them."""
 
 FLAGS = ("--device", "cpu", "--attention-backend", "torch_native")
