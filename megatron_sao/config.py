@@ -243,8 +243,8 @@ class Config(Part):
     def the_overlapped_loop_has_batches_ahead(self) -> "Config":
         if self.run.loop == "overlapped" and self.rollout.max_lag == 0:
             raise ValueError(
-                'run.loop = "overlapped" with rollout.max_lag = 0 overlaps nothing: set max_lag = 2, or 1 where episodes '
-                "are short beside a step"
+                'run.loop = "overlapped" with rollout.max_lag = 0 overlaps nothing: set max_lag = 2, or 1 where '
+                "episodes are short beside a step"
             )
         return self
 

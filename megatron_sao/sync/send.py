@@ -222,8 +222,7 @@ class WeightSender:
             groups.wait_until(thread.done, timeout_s, self._cancel(cancelled))
             self._group = thread.result()
         except (RuntimeError, TimeoutError) as error:
-            if not self._rank:
-                self._store = None  # closes the store, which ends the waits of both sides
+            self._store = None  # on rank 0 this closes the store, which ends the waits of both sides
             thread.add_done_callback(groups.discard_group)
             raise self._error("connect", f"group {name} of {world_size}: {error}") from error
 
@@ -280,8 +279,8 @@ class WeightSender:
 
     @contextmanager
     def _told(self, key: str) -> Iterator[list[str]]:
-        """Tells rank 0 what was appended; nothing where this source failed (the ranks' agreement on the command says
-        why)."""
+        """Tells rank 0 what was appended: nothing where a send failed, and not at all where a join did (the ranks'
+        agreement on the command says why)."""
         report: list[str] = []
         try:
             yield report

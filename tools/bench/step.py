@@ -77,6 +77,8 @@ def run(options: argparse.Namespace) -> Report:
         vocab_size=options.vocab,
         max_tokens_per_micro_batch=options.max_tokens_per_micro_batch,
     )
+    if options.pairs < 1:
+        raise ValueError(f"--pairs {options.pairs}: a median needs one pair at least, and the bar 9")
     running = _cases(size, num_ranks=options.ranks, num_pairs=options.pairs)
     cases = bounded.run(running, force_after_s=FORCE_S)
     return Report(title="SAO step", cases=cases, columns=COLUMNS)
