@@ -90,7 +90,13 @@ async def running(
             engine = SGLangEngine(fake.url, api_key=None, vocab_size=320, max_tokens=512, timeouts=times)
             config = PublishConfig(
                 **(
-                    {"bucket_bytes": 150, "timeout_s": 3.0, "first_timeout_s": 10.0, "logprob_tolerance": 1e-2}
+                    {
+                        "sender": "gather",
+                        "bucket_bytes": 150,
+                        "timeout_s": 3.0,
+                        "first_timeout_s": 10.0,
+                        "logprob_tolerance": 1e-2,
+                    }
                     | settings
                 )
             )
@@ -293,3 +299,17 @@ async def test_an_engine_that_dies_while_it_loads_wakes_the_sender_and_leaves_th
             await publish
         assert time.monotonic() - start_s < 25
         await parts.actor.train(0)
+
+
+async def test_a_pause_ends_by_its_own_bound_however_long_its_phases_may_take() -> None:
+    slow = {"timeout_s": 60.0, "first_timeout_s": 60.0, "max_pause_s": 1.0}
+    async with running(faults=Faults(hang_load=frozenset({0, 1})), settings=slow) as parts:
+        start_s = time.monotonic()
+        with pytest.raises(
+            PublishError, match=r"phase load: the engines have stood still for publish\.max_pause_s = 1 s"
+        ):
+            await parts.publisher.publish(1)
+        assert time.monotonic() - start_s < 20
+        assert not parts.publisher.engines_are_known
+        report = await parts.publisher.publish(2)
+        assert report.metrics["publish/pause_s"].value > 1.0  # since the first attempt's pause

@@ -89,7 +89,7 @@ async def test_a_rank_that_is_stopped_in_a_gather_is_named_by_the_one_that_waits
     async with started(2, run_toy_actor, 2, port, script) as ranks, WaitingEngine(weights=toy_values(0)) as fake:
         actor = await channels.accept("actor", 90)
         engine = SGLangEngine(fake.url, api_key=None, vocab_size=320, max_tokens=512)
-        config = PublishConfig(timeout_s=2.0, first_timeout_s=2.0, bucket_bytes=1)
+        config = PublishConfig(sender="gather", timeout_s=2.0, first_timeout_s=2.0, bucket_bytes=1)
         publisher = Publisher([engine], actor, config, engine_ranks=1, fixed_prompt=None)
         start_s = time.monotonic()
         reason = (

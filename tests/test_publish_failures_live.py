@@ -35,7 +35,7 @@ from tests.toy_actor import KEY, Script, ended, started
 __all__ = ["other_model"]
 pytestmark = [pytest.mark.live, pytest.mark.ranks]
 LOAD = "/update_weights_from_distributed"
-SETTINGS = PublishConfig(bucket_bytes=150_000, timeout_s=6, first_timeout_s=15, logprob_tolerance=1e-4)
+SETTINGS = PublishConfig(sender="gather", bucket_bytes=150_000, timeout_s=6, first_timeout_s=15, logprob_tolerance=1e-4)
 CONTROL_S = 8.0
 BOUND_S = 75.0  # two attempts: connect, a bucket and the answers of both sides, then leaving, each with its deadline
 

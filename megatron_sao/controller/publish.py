@@ -145,13 +145,13 @@ class Publisher:
             PublishError: two attempts failed, the second with new groups and all tensors; the engines stay paused.
             RuntimeError: the log-probs of the fixed prompt differ by more than the tolerance; they are paused then too.
         """
-        return await self._publish(version, full=full, check=None)
+        return await self._publish(version, full=full, check=_nothing)
 
     async def close(self) -> None:
         """Leave the groups on both sides. What goes wrong is logged."""
         await self._leave()
 
-    async def _publish(self, version: WeightVersion, *, full: bool, check: Check | None) -> PublishReport:
+    async def _publish(self, version: WeightVersion, *, full: bool, check: Check) -> PublishReport:
         start_s = time.monotonic()
         num_attempts, phases = 1, Phases(self._trace)
         first: PublishError | None = None
@@ -178,7 +178,7 @@ class Publisher:
             metrics=phases.metrics() | _counts(plan, num_attempts) | difference,
         )
 
-    async def _attempt(self, version: WeightVersion, *, full: bool, check: Check | None, phases: Phases) -> PublishPlan:
+    async def _attempt(self, version: WeightVersion, *, full: bool, check: Check, phases: Phases) -> PublishPlan:
         known, self._known = self._known, False
         mode: PauseMode = self._settings.pause if known else "retract"  # KV of half of the weights is not kept
         if self._is_open:
@@ -205,7 +205,7 @@ class Publisher:
         return plan
 
     async def _switch(
-        self, version: WeightVersion, plan: PublishPlan, *, mode: PauseMode, check: Check | None, phases: Phases
+        self, version: WeightVersion, plan: PublishPlan, *, mode: PauseMode, check: Check, phases: Phases
     ) -> None:
         """From the pause to the resume. TimeoutError after `max_pause_s`."""
         if self._paused_s is None:
@@ -216,9 +216,8 @@ class Publisher:
                 with phases.at("pause"):
                     await together(*(engine.pause(mode) for engine in self._engines))
                 await self._transfer(version, plan, phases, flush=mode == "retract")
-                if check is not None:
-                    with phases.during("check"):
-                        await check()
+                with phases.during("check"):
+                    await check()
                 with phases.during("resume"):
                     await together(*(engine.resume() for engine in self._engines))
         except TimeoutError as error:
@@ -329,6 +328,9 @@ class Publisher:
         actor = quietly("leave the group on the actor", self._actor.call(PublishLeave(), timeout_s=CANCEL_S))
         await together(actor, *(leave(engine) for engine in self._engines))
         self._groups = {}
+
+
+async def _nothing() -> None: ...
 
 
 def _counts(plan: PublishPlan, num_attempts: int) -> dict[str, Metric]:
