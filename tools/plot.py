@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 Records = Sequence[Mapping[str, Any]]
 TIMES = {
-    "actor waits for a valued batch": "time/wait_s",
+    "actor waits": "time/wait_s",
     "actor": "time/actor_s",
     "publish": "publish/total_s",
     "check": "publish/verify_s",
@@ -37,7 +37,7 @@ def draw(records: Records, summary: Mapping[str, Any] | None, path: Path) -> Non
     axes[1, 1].stackplot(_steps(records), parts, labels=list(TIMES), alpha=0.8)
     for label, key, style in (
         ("step", "time/step_s", "-"),
-        ("critic, on the next batch or in the wait", "time/critic_s", ":"),
+        ("critic", "time/critic_s", ":"),
     ):
         axes[1, 1].plot(_steps(records), [r[key] for r in records], style, color="black", linewidth=1, label=label)
     axes[1, 1].set_ylabel("time [s]")
