@@ -14,6 +14,7 @@ RECORD = {
     "critic/explained_variance_before": None,
     "critic/loss": 0.2,
     "time/step_s": 2.0,
+    "time/critic_s": 1.0,
 }
 
 

@@ -36,6 +36,8 @@ SOURCES = sorted(
     for path in (ROOT / folder).rglob("*.py")
     if path.stat().st_size
 )
+TREES = {path: ast.parse(path.read_text()) for path in SOURCES}
+"""Made once, before any test has left a thread at work: Python 3.11 cannot make two trees at a time."""
 NESTING = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.AsyncFor, ast.AsyncWith, ast.Match)
 
 
@@ -44,7 +46,7 @@ def ids(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,7 +56,7 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
@@ -82,7 +84,7 @@ def test_imports_point_down_never_sideways(path: Path) -> None:
 
 @pytest.mark.parametrize("name", NO_TORCH)
 def test_records_and_config_import_without_torch(name: str) -> None:
-    tree = ast.parse((PACKAGE / f"{name}.py").read_text())
+    tree = TREES[PACKAGE / f"{name}.py"]
     top = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     names = [alias.name for node in top for alias in node.names] + [getattr(node, "module", "") or "" for node in top]
     assert not [n for n in names if n.split(".")[0] in ("torch", "megatron", "sglang")]
@@ -116,7 +118,7 @@ def test_files_and_functions_fit_the_head(path: Path) -> None:
 
 @pytest.mark.parametrize("path", SOURCES, ids=ids)
 def test_no_swallowed_exception_and_nothing_unpickled(path: Path) -> None:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, ast.ExceptHandler) and len(node.body) == 1 and isinstance(node.body[0], ast.Pass):
             name = ast.unparse(node.type) if node.type else ""
             assert name not in ("", "Exception", "BaseException"), f"{ids(path)}:{node.lineno} swallows every exception"
@@ -153,7 +155,7 @@ def code_lines(path: Path) -> int:
     layout = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
     tokens = [t for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type not in layout]
     lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(TREES[path]):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)) and ast.get_docstring(
             node
         ):
