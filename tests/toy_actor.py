@@ -15,7 +15,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -28,17 +28,12 @@ from megatron_sao.channel import (
     Answer,
     Command,
     DropBatch,
-    PublishJoin,
-    PublishLeave,
-    PublishListen,
-    PublishPlanning,
-    PublishPrepare,
-    PublishSend,
+    PublishCommand,
     Score,
     Tensors,
     connect,
-    publish_plan_data,
 )
+from megatron_sao.roles import publishing
 from megatron_sao.roles.exchange import Exchange
 from megatron_sao.roles.worker import Worker
 from megatron_sao.sync.plan import Publishable
@@ -170,26 +165,13 @@ class PublishingRole:
     def handle(self, command: Command, tensors: Tensors) -> Answer:
         if self._script.hang_in == command.name.removeprefix("publish_"):
             time.sleep(self._script.hang_s)
-        sender = self._sender
         match command:
             case DropBatch(batch_id=step):
                 self._source.step, self._source.num_gathers = step, 0
             case Score():
                 return Answer(tensors={"logprobs": self._source.score(tensors["token_ids"])})
-            case PublishPlanning(full=full, bucket_bytes=bucket_bytes, direct=direct):
-                return Answer(data=publish_plan_data(sender.plan(full=full, bucket_bytes=bucket_bytes, direct=direct)))
-            case PublishListen():
-                end = sender.listen()
-                return Answer(data=asdict(end) if end else {})
-            case PublishJoin(groups=groups, world_size=world_size, address=address, port=port, timeout_s=timeout_s):
-                sender.join(groups, world_size, timeout_s, endpoint=(address, port), cancelled=self._cancelled)
-            case PublishPrepare(bucket=bucket, timeout_s=timeout_s):
-                sender.prepare(bucket, timeout_s)
-            case PublishSend(bucket=bucket, timeout_s=timeout_s):
-                sent = sender.send(bucket, timeout_s, self._cancelled)
-                return Answer(data=asdict(sent) if sent else {})
-            case PublishLeave():
-                sender.leave()
+            case PublishCommand():
+                return publishing.execute(command, self._sender, self._cancelled)
         return Answer()
 
 

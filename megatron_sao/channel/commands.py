@@ -135,7 +135,11 @@ class Score(Command):
     outputs: ClassVar[Rules] = {"logprobs": TensorRule("float32", "T-1")}
 
 
-class PublishPlanning(Command):
+class PublishCommand(Command):
+    """Base of what the actor's sender executes."""
+
+
+class PublishPlanning(PublishCommand):
     """data: the PublishPlan (for `publish_plan_from`). `full`: frozen tensors too; `direct`: each from its owner."""
 
     kind: Literal["publish_plan"] = "publish_plan"
@@ -144,13 +148,13 @@ class PublishPlanning(Command):
     direct: bool = False
 
 
-class PublishListen(Command):
+class PublishListen(PublishCommand):
     """Rank 0 opens the store at which the update groups meet. data: {address, port, backend}."""
 
     kind: Literal["publish_listen"] = "publish_listen"
 
 
-class PublishJoin(Command):
+class PublishJoin(PublishCommand):
     """Rank r joins the update group `groups[r]` as its rank 0; the engines join all of them at the same time."""
 
     kind: Literal["publish_join"] = "publish_join"
@@ -161,7 +165,7 @@ class PublishJoin(Command):
     timeout_s: Seconds
 
 
-class PublishPrepare(Command):
+class PublishPrepare(PublishCommand):
     """Gather and flatten bucket number `bucket` of the plan on its source."""
 
     kind: Literal["publish_prepare"] = "publish_prepare"
@@ -169,7 +173,7 @@ class PublishPrepare(Command):
     timeout_s: Seconds
 
 
-class PublishSend(Command):
+class PublishSend(PublishCommand):
     """Broadcast the prepared bucket, prepare the next one meanwhile. data: {num_bytes, gather_s, flatten_s, send_s}."""
 
     kind: Literal["publish_send"] = "publish_send"
@@ -177,7 +181,7 @@ class PublishSend(Command):
     timeout_s: Seconds
 
 
-class PublishLeave(Command):
+class PublishLeave(PublishCommand):
     """Destroy the update groups, in whatever state they are. Also the way to cancel a publish."""
 
     kind: Literal["publish_leave"] = "publish_leave"

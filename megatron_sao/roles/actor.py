@@ -1,30 +1,17 @@
 """The policy on one rank: DIS updates, log-probs of one sequence, publishing."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from megatron_sao.channel import (
-    ActorUpdate,
-    Answer,
-    Command,
-    PublishJoin,
-    PublishLeave,
-    PublishListen,
-    PublishPlanning,
-    PublishPrepare,
-    PublishSend,
-    Score,
-    Tensors,
-    publish_plan_data,
-)
+from megatron_sao.channel import ActorUpdate, Answer, Command, PublishCommand, Score, Tensors
 from megatron_sao.megatron.checkpoint import load_policy
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.model import build_policy
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.step import Trainer, policy_update, score
+from megatron_sao.roles import publishing
 from megatron_sao.roles.spec import ActorSpec
 from megatron_sao.roles.trained import TrainedRole
 from megatron_sao.sync.group import Cancelled
@@ -55,29 +42,10 @@ class Actor:
                 return Answer(metrics=metrics)
             case Score():
                 return Answer(tensors={"logprobs": score(self._trained.trainer, tensors["token_ids"])})
-            case _ if command.name.startswith("publish_"):
-                return self._publish(command)
+            case PublishCommand():
+                return publishing.execute(command, self._sender, self._cancelled)
             case _:
                 return self._trained.handle(command, tensors)
-
-    def _publish(self, command: Command) -> Answer:
-        sender = self._sender
-        match command:
-            case PublishPlanning(full=full, bucket_bytes=bucket_bytes, direct=direct):
-                return Answer(data=publish_plan_data(sender.plan(full=full, bucket_bytes=bucket_bytes, direct=direct)))
-            case PublishListen():
-                endpoint = sender.listen()
-                return Answer(data=asdict(endpoint) if endpoint else {})
-            case PublishJoin(groups=groups, world_size=world_size, address=address, port=port, timeout_s=timeout_s):
-                sender.join(groups, world_size, timeout_s, endpoint=(address, port), cancelled=self._cancelled)
-            case PublishPrepare(bucket=bucket, timeout_s=timeout_s):
-                sender.prepare(bucket, timeout_s)
-            case PublishSend(bucket=bucket, timeout_s=timeout_s):
-                report = sender.send(bucket, timeout_s, self._cancelled)
-                return Answer(data=asdict(report) if report else {})
-            case PublishLeave():
-                sender.leave()
-        return Answer()
 
 
 def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancelled: Cancelled) -> Actor:
