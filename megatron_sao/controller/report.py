@@ -63,7 +63,7 @@ class Reporter:
         self._sinks: list[Sink] = [JsonlSink(run_directory / METRICS)]
         if tensorboard and importlib.util.find_spec("tensorboard"):
             self._sinks.append(TensorBoardSink(run_directory / "tensorboard"))
-        self._progress = _progress()
+        self._progress = progress_bar()
         self._task = self._progress.add_task("SAO", total=num_steps, text="starting")
         self._progress.start()
 
@@ -167,7 +167,8 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """With rate and time left, on stderr; nothing where that is no terminal. Tasks carry a field `text`."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -4,8 +4,7 @@ import sys
 import time
 from types import TracebackType
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from megatron_sao.controller.report import progress_bar
 
 LINE_EVERY_S = 15.0
 
@@ -14,18 +13,8 @@ class Display:
     """Counts units of work of one kind."""
 
     def __init__(self, name: str, total: int) -> None:
-        console = Console(stderr=True)
-        self._live = console.is_terminal
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[text]}"),
-        )
-        self._progress = Progress(*columns, console=console, disable=not self._live)
+        self._progress = progress_bar()
+        self._live = self._progress.console.is_terminal
         self._task = self._progress.add_task(name, total=total, text="")
         self._name, self._total, self._done = name, total, 0
         self._start_s = self._said_s = time.monotonic()
