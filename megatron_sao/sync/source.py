@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_sao.megatron.mapping.transfer import MappedModel, copy_own, hf_tensors, receive
+from megatron_sao.megatron.mapping.transfer import MappedModel, Shards, hf_tensors
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.sync.plan import Publishable
 from megatron_sao.types import TensorSpec
@@ -15,6 +15,7 @@ class MegatronSource:
 
     def __init__(self, model: MappedModel, parallel: Parallel) -> None:
         self._model, self._parallel = model, parallel
+        self._shards = Shards(model, parallel)
 
     def tensors(self) -> Sequence[Publishable]:
         """In the mapping's canonical order. No communication."""
@@ -33,8 +34,7 @@ class MegatronSource:
     def gather(
         self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor] | None, *, target: int, timeout_s: float
     ) -> int:
-        names = [spec.name for spec in specs]
-        return receive(self._model, self._parallel, names, places, target=target, timeout_s=timeout_s)
+        return self._shards.receive([spec.name for spec in specs], places, target=target, timeout_s=timeout_s)
 
     def flatten(self, specs: Sequence[TensorSpec], places: Mapping[str, torch.Tensor]) -> int:
-        return copy_own(self._model, self._parallel, [spec.name for spec in specs], places)
+        return self._shards.copy_own([spec.name for spec in specs], places)

@@ -104,65 +104,84 @@ def gather(
     Raises:
         ValueError: a name that the model does not have.
     """
+    shards = Shards(model, parallel)
     wholes: dict[str, Tensor] | None = None
     if parallel.rank == 0:
         known = {tensor.name: tensor for tensor in hf_tensors(model, parallel)}
         device = next(parameter.device for _, parameter in model.named_parameters())
         found = [known[name] for name in names if name in known]
         wholes = {each.name: torch.empty(each.shape, dtype=dtype or each.dtype, device=device) for each in found}
-    receive(model, parallel, names, wholes, target=0, dtype=dtype)
+    shards.receive(names, wholes, target=0, dtype=dtype)
     if wholes is not None:
-        copy_own(model, parallel, names, wholes)
+        shards.copy_own(names, wholes)
     return wholes or {}
 
 
-def receive(
-    model: MappedModel,
-    parallel: Parallel,
-    names: Sequence[str],
-    wholes: Mapping[str, Tensor] | None,
-    *,
-    target: int,
-    timeout_s: float | None = None,
-    dtype: torch.dtype | None = None,
-) -> int:
-    """Bring the pieces that other ranks hold to their places in `wholes` on global rank `target` (None elsewhere).
+class Shards:
+    """The shards of a model on all ranks, as pieces of whole HF tensors.
 
-    Collective. Returns the bytes that this rank received. Each piece is one message, received where it belongs or, if
-    that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most.
-
-    Raises:
-        ValueError: a name that the model does not have.
-        RuntimeError: not all pieces were there within `timeout_s` (None: the group's own deadline for each).
+    Its tables are made once: a publish asks for every bucket, and a large model has many parameters.
     """
-    num_bytes, parameters, wanted = 0, dict(model.named_parameters()), frozenset(names)
-    end_s = None if timeout_s is None else time.monotonic() + timeout_s
-    for binding in _needed(bindings_of(model, parallel), names):
-        holders = _holders(binding, parallel)
+
+    def __init__(self, model: MappedModel, parallel: Parallel) -> None:
+        self._config, self._parallel = model.hf_config, parallel
+        self._parameters = dict(model.named_parameters())
+        self._bindings = {name: binding for binding in bindings_of(model, parallel) for name in binding.hf_names}
+
+    def receive(
+        self,
+        names: Sequence[str],
+        wholes: Mapping[str, Tensor] | None,
+        *,
+        target: int,
+        timeout_s: float | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> int:
+        """Bring the pieces that other ranks hold to their places in `wholes` on global rank `target` (None elsewhere).
+
+        Collective. Returns the bytes that this rank received. Each piece is one message, received where it belongs or,
+        if that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most.
+
+        Raises:
+            ValueError: a name that the model does not have.
+            RuntimeError: not all pieces were there within `timeout_s` (None: the group's own deadline for each).
+        """
+        own_rank, num_bytes, wanted = self._parallel.rank, 0, frozenset(names)
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        for binding in self._needed(names):
+            for shard, holder in self._shards(binding):
+                if own_rank == holder != target:
+                    parameter = self._parameter(binding)
+                    _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, end_s)
+                elif own_rank == target != holder:
+                    assert wholes is not None, "the target has the places"
+                    num_bytes += _receive(shard.places(wholes), holder, end_s)
+        return num_bytes
+
+    def copy_own(self, names: Sequence[str], wholes: Mapping[str, Tensor]) -> int:
+        """Copy the pieces that this rank itself holds to their places in `wholes`. Returns the bytes written."""
+        wanted = frozenset(names)
+        num_bytes = 0
+        for binding in self._needed(names):
+            for shard, holder in self._shards(binding):
+                if holder == self._parallel.rank:
+                    num_bytes += _copy(shard.pieces(self._parameter(binding), wanted), shard.places(wholes))
+        return num_bytes
+
+    def _needed(self, names: Sequence[str]) -> list[Binding]:
+        unknown = [name for name in names if name not in self._bindings]
+        if unknown:
+            raise ValueError(f"the model has no tensors named {', '.join(unknown)}")
+        return list(dict.fromkeys(self._bindings[name] for name in names))
+
+    def _shards(self, binding: Binding) -> Iterator[tuple["_Shard", int]]:
+        """Each shard of the tensor, and the global rank that holds it."""
+        holders = _holders(binding, self._parallel)
         for rank, holder in enumerate(holders):
-            shard = _Shard(binding, model.hf_config, rank, len(holders))
-            if parallel.rank == holder != target:
-                parameter = parameters[binding.find(parameters)].detach()
-                _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, end_s)
-            elif parallel.rank == target != holder:
-                assert wholes is not None, "the target has the places"
-                num_bytes += _receive(shard.places(wholes), holder, end_s)
-    return num_bytes
+            yield _Shard(binding, self._config, rank, len(holders)), holder
 
-
-def copy_own(model: MappedModel, parallel: Parallel, names: Sequence[str], wholes: Mapping[str, Tensor]) -> int:
-    """Copy the pieces that this rank itself holds to their places in `wholes`. Returns the bytes written."""
-    num_bytes, parameters, wanted = 0, dict(model.named_parameters()), frozenset(names)
-    for binding in _needed(bindings_of(model, parallel), names):
-        holders = _holders(binding, parallel)
-        if parallel.rank in holders:
-            shard = _Shard(binding, model.hf_config, holders.index(parallel.rank), len(holders))
-            places = shard.places(wholes)
-            for name, piece in shard.pieces(parameters[binding.find(parameters)].detach(), wanted).items():
-                assert places[name].shape == piece.shape, f"{name}: {places[name].shape} is not {piece.shape}"
-                places[name].copy_(piece)
-            num_bytes += sum(place.nbytes for place in places.values())
-    return num_bytes
+    def _parameter(self, binding: Binding) -> Tensor:
+        return self._parameters[binding.find(self._parameters)].detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,19 +207,18 @@ class _Shard:
         }
 
 
-def _needed(bindings: Sequence[Binding], names: Sequence[str]) -> list[Binding]:
-    by_name = {name: binding for binding in bindings for name in binding.hf_names}
-    unknown = [name for name in names if name not in by_name]
-    if unknown:
-        raise ValueError(f"the model has no tensors named {', '.join(unknown)}")
-    return list(dict.fromkeys(by_name[name] for name in names))
-
-
 def _holders(binding: Binding, parallel: Parallel) -> range:
     """Global ranks that hold the model's first copy of the tensor, in the order of its shards."""
     if binding.expert_rank is not None:
         return range(binding.expert_rank, binding.expert_rank + 1)
     return range(1) if binding.layout.dim is None else range(parallel.tensor_size)
+
+
+def _copy(pieces: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> int:
+    for name, piece in pieces.items():
+        assert places[name].shape == piece.shape, f"{name}: {places[name].shape} is not {piece.shape}"
+        places[name].copy_(piece)
+    return sum(place.nbytes for place in places.values())
 
 
 def _send(pieces: Mapping[str, Tensor], dtype: torch.dtype, target: int, end_s: float | None) -> None:
