@@ -11,7 +11,7 @@ failed at one never name the new version.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,9 @@ async def pipeline(
 
     Raises the first failure; what still runs is cancelled and awaited.
     """
-    times: list[BucketTimes] = []
-    tasks: list[asyncio.Task[Any]] = []
-    previous: asyncio.Task[float] | None = None
+    announced_s: list[float] = []
+    loading: list[asyncio.Task[float]] = []
+    sending: list[asyncio.Task[float]] = []
 
     async def loaded(index: int) -> float:
         await load(index)
@@ -105,21 +105,21 @@ async def pipeline(
 
     try:
         for index in range(num_buckets):
-            before = [] if previous is None else [previous]
+            before = loading[-1:]
             if index == num_buckets - 1:
                 await _all_of(before, watched=before)
-            announced_s = time.monotonic()
-            loading, sending = asyncio.create_task(loaded(index)), asyncio.create_task(send(index))
-            tasks += [loading, sending]
-            await _all_of([sending, *before], watched=[sending, *before, loading])
-            times.append(BucketTimes(announced_s=announced_s, sent_s=sending.result(), loaded_s=0.0))
-            previous = loading
-        ends = [await task for task in tasks[::2]]
+            announced_s.append(time.monotonic())
+            loading.append(asyncio.create_task(loaded(index)))
+            sending.append(asyncio.create_task(send(index)))
+            needed = [*before, sending[-1]]
+            await _all_of(needed, watched=[*needed, loading[-1]])
+        await _all_of(loading, watched=loading)
         return [
-            BucketTimes(announced_s=each.announced_s, sent_s=each.sent_s, loaded_s=end_s)
-            for each, end_s in zip(times, ends, strict=True)
+            BucketTimes(announced_s=start_s, sent_s=sent.result(), loaded_s=end.result())
+            for start_s, sent, end in zip(announced_s, sending, loading, strict=True)
         ]
     finally:
+        tasks = [*loading, *sending]
         for task in tasks:
             task.cancel()
         for result in await asyncio.gather(*tasks, return_exceptions=True):
@@ -141,7 +141,7 @@ def seconds_of(times: Sequence[BucketTimes]) -> Mapping[str, float]:
     return {"send": send_s, "load": load_s, "prepare": prepare_s}
 
 
-async def _all_of(needed: Sequence[Awaitable[Any]], *, watched: Sequence[asyncio.Task[Any]]) -> None:
+async def _all_of(needed: Sequence[asyncio.Task[Any]], *, watched: Sequence[asyncio.Task[Any]]) -> None:
     """Wait for `needed`, or for the first failure of `watched`."""
     while True:
         for task in watched:

@@ -1,4 +1,4 @@
-"""Several engines at once: all of them, or the first failure."""
+"""Several parties at once, all of them or the first failure; and what is asked of the engines of a publish."""
 
 import asyncio
 import logging

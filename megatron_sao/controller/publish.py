@@ -4,9 +4,9 @@
     bucket k and prepares bucket k+1] ... ──> end ──> resume
 
 Consumes the actor's weights, produces engines that serve them. Waits for the engines and the actor; every phase has a
-deadline. On any failure both sides leave the groups, the session is ended, the engines stay paused and count as unknown
-(they may hold half of the new weights): they serve nothing before a publish of all tensors has succeeded, which begins
-with whether they answer again (recover). The actor's version stands.
+deadline. On any failure both sides leave the groups, the session is ended, the engines count as unknown (they may hold
+half of the new weights) and, once paused, stay so: they serve nothing before a publish of all tensors has succeeded,
+which begins with whether they answer again (recover). The actor's version stands.
 """
 
 import asyncio

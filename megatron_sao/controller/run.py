@@ -95,8 +95,16 @@ async def train(
     runner = _runner(config.rollout, work, engine=engine)
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
     with closing(trace), closing(reporter):
-        channels = {"actor": actor, "critic": critic}
-        parts = _parts(config, **channels, engine=engine, work=work, runner=runner, reporter=reporter, trace=trace)
+        parts = _parts(
+            config,
+            actor=actor,
+            critic=critic,
+            engine=engine,
+            work=work,
+            runner=runner,
+            reporter=reporter,
+            trace=trace,
+        )
         measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine, reporter=reporter)
         try:
             return await _train(config, parts, measure=measure, run_directory=run_directory)

@@ -5,9 +5,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase, Qwen3MoeConfig
 
 from tools.warm_start.model import build_config, build_tokenizer
 
@@ -84,26 +86,29 @@ def sizes_for(num_bytes: int) -> Sizes:
     return sizes
 
 
+def config_of(sizes: Sizes, tokenizer: PreTrainedTokenizerBase, **changes: Any) -> Qwen3MoeConfig:
+    """A Qwen3-MoE of these sizes; `changes` are fields of its config.json."""
+    config = build_config(tokenizer)
+    fields = {
+        "vocab_size": sizes.vocab,
+        "hidden_size": sizes.hidden,
+        "num_hidden_layers": sizes.num_layers,
+        "num_attention_heads": sizes.num_heads,
+        "num_key_value_heads": sizes.num_kv_heads,
+        "head_dim": sizes.head_dim,
+        "intermediate_size": 2 * sizes.hidden,
+        "moe_intermediate_size": sizes.expert,
+        "num_experts": sizes.num_experts,
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
+    config.update({**fields, **changes})
+    return config
+
+
 def write_model(directory: Path, num_bytes: int) -> int:
     """Write config, tokenizer and random bfloat16 weights to `directory`; the exact number of their bytes."""
-    sizes = sizes_for(num_bytes)
-    tokenizer = build_tokenizer()
-    config = build_config(tokenizer)
-    config.update(
-        {
-            "vocab_size": sizes.vocab,
-            "hidden_size": sizes.hidden,
-            "num_hidden_layers": sizes.num_layers,
-            "num_attention_heads": sizes.num_heads,
-            "num_key_value_heads": sizes.num_kv_heads,
-            "head_dim": sizes.head_dim,
-            "intermediate_size": 2 * sizes.hidden,
-            "moe_intermediate_size": sizes.expert,
-            "num_experts": sizes.num_experts,
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "dtype": "bfloat16",
-        }
-    )
+    sizes, tokenizer = sizes_for(num_bytes), build_tokenizer()
+    config = config_of(sizes, tokenizer, dtype="bfloat16")
     directory.mkdir(parents=True)
     config.save_pretrained(directory)
     tokenizer.save_pretrained(directory)

@@ -207,10 +207,9 @@ def _record(
 def bar_of(case: Case) -> float | None:
     """What a case must reach: those with one engine of TP 1, enough bytes, and what a run has by default."""
     num_bytes: Any = case["bytes"]
-    usual = PublishConfig()
-    plain = (case["engines"], case["tp"]) == (1, 1)
-    plain = plain and (case["sender"], case["bucket_bytes"]) == (usual.sender, usual.bucket_bytes)
-    return BARS.get(str(case["network"])) if plain and num_bytes >= BAR_MIN_BYTES else None
+    usual = {"engines": 1, "tp": 1, **PublishConfig().model_dump(include={"sender", "bucket_bytes"})}
+    is_usual = all(case[key] == value for key, value in usual.items())
+    return BARS.get(str(case["network"])) if is_usual and num_bytes >= BAR_MIN_BYTES else None
 
 
 def results_of(samples: Samples, *, num_bytes: int, bucket_bytes: int) -> dict[str, JsonValue]:

@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 from safetensors.numpy import save_file
 
 from megatron_sao.types import StopReason, Trajectory
-from tools.bench.bench_model import DEVIATION, Sizes
-from tools.warm_start.model import build_config, build_tokenizer
+from tools.bench.bench_model import DEVIATION, Sizes, config_of
+from tools.warm_start.model import build_tokenizer
 
 NUM_EXPERTS, TOP_K = 8, 2
 GROUP_SIZE = 4  # trajectories of one prompt, for GRPO
@@ -47,22 +47,11 @@ def write_models(directory: Path, size: Size, *, seed: int = 0) -> tuple[Path, P
     )
     if size.hidden % (2 * HEAD_DIM):
         raise ValueError(f"hidden = {size.hidden} is not a multiple of {2 * HEAD_DIM}, two heads")
-    config = build_config(build_tokenizer())
-    config.update(
-        {
-            "vocab_size": size.vocab_size,
-            "hidden_size": size.hidden,
-            "num_hidden_layers": size.num_layers,
-            "num_attention_heads": sizes.num_heads,
-            "num_key_value_heads": sizes.num_kv_heads,
-            "head_dim": HEAD_DIM,
-            "intermediate_size": 2 * size.hidden,
-            "moe_intermediate_size": size.hidden,
-            "num_experts": NUM_EXPERTS,
-            "num_experts_per_tok": TOP_K,
-            "max_position_embeddings": size.max_tokens_per_micro_batch,
-            "architectures": ["Qwen3MoeForCausalLM"],
-        }
+    config = config_of(
+        sizes,
+        build_tokenizer(),
+        num_experts_per_tok=TOP_K,
+        max_position_embeddings=size.max_tokens_per_micro_batch,
     )
     rng = np.random.default_rng(seed)
     policy, critic = directory / "policy", directory / "critic"
