@@ -34,8 +34,9 @@ from megatron_sao.channel import (
     publish_plan_from,
 )
 from megatron_sao.config import Config, parse
+from megatron_sao.controller.buckets import ANSWER_S
 from megatron_sao.roles.critic import source_directory
-from megatron_sao.roles.spec import parse_spec
+from megatron_sao.roles.spec import Meeting, parse_spec
 from tests.tiny_models import load_hf, make_tiny_critic, make_tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -231,3 +232,7 @@ def test_a_specification_survives_the_way_through_stdin_and_a_wrong_one_is_named
     assert specs[0].parent_pid == os.getpid()
     with pytest.raises(ValueError, match="not the specification of a rank: .*'judge'"):
         parse_spec(spec_text(specs[0]).replace('"role": "actor"', '"role": "judge"'))
+
+
+def test_the_controller_hears_what_a_failed_rank_waits_for_its_peers_to_say() -> None:
+    assert Meeting.model_fields["grace_s"].default < ANSWER_S
