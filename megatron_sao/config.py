@@ -4,6 +4,7 @@
 record or the values it needs. A validator is named as the sentence that it enforces.
 """
 
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,25 +37,53 @@ class RunConfig(Part):
 class ModelConfig(Part):
     path: str  # HF directory of the start policy: config.json, safetensors, tokenizer
     dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of the parameters; main parameters are always float32
+    approximate_sparse_attention: bool = False  # sequences above index_topk, trained with dense attention
 
 
 class LayoutConfig(Part):
-    """Ranks of one Megatron group. data parallel = num_ranks / tensor. expert divides num_ranks."""
+    """Ranks of one Megatron group, tensor ranks next to each other, pipeline stages outermost.
+
+    Of the ranks of one pipeline stage, tensor * context divide the dense layers, expert_tensor * expert the experts.
+    """
 
     num_ranks: PositiveInt = 1  # processes, one device each
     tensor: PositiveInt = 1  # tensor-parallel size; sequence parallel above 1
     expert: PositiveInt = 1  # expert-parallel size
+    expert_tensor: PositiveInt = 1  # tensor-parallel size of each expert
+    pipeline: PositiveInt = 1  # stages; layers are shared out as evenly as they can be
+    virtual_stages: PositiveInt = 1  # model chunks on each pipeline rank, in the interleaved schedule
+    context: PositiveInt = 1  # ranks that share each packed row; on a GPU with Transformer Engine only
 
     @model_validator(mode="after")
-    def tensor_and_expert_parallel_sizes_divide_the_ranks(self) -> "LayoutConfig":
-        for name, size in (("tensor", self.tensor), ("expert", self.expert)):
-            if self.num_ranks % size:
-                raise ValueError(f"{name} = {size} does not divide num_ranks = {self.num_ranks}")
+    def parallel_sizes_divide_the_ranks(self) -> "LayoutConfig":
+        for names in (("tensor", "context", "pipeline"), ("expert_tensor", "expert", "pipeline")):
+            sizes = {name: getattr(self, name) for name in names}
+            product = math.prod(sizes.values())
+            if self.num_ranks % product:
+                written = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+                raise ValueError(
+                    f"{written} = {product} does not divide num_ranks = {self.num_ranks}: num_ranks must be a multiple "
+                    f"of {product}, or the product one of {_divisors(self.num_ranks)}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def virtual_stages_need_a_pipeline(self) -> "LayoutConfig":
+        if self.virtual_stages > 1 and self.pipeline == 1:
+            raise ValueError(f"virtual_stages = {self.virtual_stages} with pipeline = 1: they need pipeline >= 2")
         return self
 
     @property
     def data(self) -> int:
-        return self.num_ranks // self.tensor
+        return self.num_ranks // (self.tensor * self.context * self.pipeline)
+
+    @property
+    def expert_data(self) -> int:
+        return self.num_ranks // (self.expert_tensor * self.expert * self.pipeline)
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
 
 
 class OptimizerConfig(Part):
@@ -67,6 +96,7 @@ class OptimizerConfig(Part):
     eps: PositiveFloat = 1e-8  # of Adam
     weight_decay: NonNegativeFloat = 0.1  # none on norms, biases and the value head
     distributed: bool = True  # Megatron's distributed optimizer: states sharded over data-parallel ranks
+    overlap: bool = False  # gradient reduction and (if distributed) parameter gather beside the computation
 
 
 class RoleConfig(Part):
@@ -76,7 +106,7 @@ class RoleConfig(Part):
     optimizer: OptimizerConfig
     freeze: tuple[str, ...] = Field(default=(), strict=False)  # globs over HF names; one without a match is an error
     max_tokens_per_micro_batch: PositiveInt = 8192  # the packing budget; the longest trajectory must fit
-    recompute: Literal["none", "full"] = "none"  # activations of every layer are computed again in the backward
+    recompute: Literal["none", "selective", "full"] = "none"  # in the backward: core attention's, or whole layers'
     num_threads: PositiveInt = 1  # per rank, on a CPU
     command_timeout_s: PositiveFloat = 1800.0  # the longest single command (an update, the values, a load)
     hidden_dropout: float = 0.0  # nothing else is accepted
@@ -94,6 +124,7 @@ class RoleConfig(Part):
 
 class ActorConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
+    router_replay: bool = False  # train with the experts that the engine chose at rollout (R3)
 
 
 class CriticConfig(RoleConfig):
@@ -217,6 +248,13 @@ class MetricsConfig(Part):
     trace: bool = True  # RUN/trace.json, in Chrome's format: a row for each role, engine and the publish
 
 
+class ClusterConfig(Part):
+    """The machines that `sao plan` plans for."""
+
+    gpu: Literal["A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB"] = "H100-80GB"
+    gpus_per_node: PositiveInt = 8
+
+
 class Config(Part):
     run: RunConfig
     model: ModelConfig
@@ -228,6 +266,7 @@ class Config(Part):
     publish: PublishConfig = PublishConfig()
     evaluation: EvaluationConfig | None = None
     metrics: MetricsConfig = MetricsConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
     @model_validator(mode="after")
     def the_longest_trajectory_fits_in_a_micro_batch(self) -> "Config":

@@ -11,8 +11,9 @@ from torch import Tensor
 from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
 from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.layer_specs import attention_inputs
 from megatron_sao.megatron.mapping import gather, hf_tensors
-from megatron_sao.megatron.model import attention_inputs, build_critic, build_policy
+from megatron_sao.megatron.model import build_critic, build_policy
 
 SEQUENCES = (tuple(range(3, 300, 43)), tuple(range(310, 30, -35)))  # 7 and 8 tokens
 CRITIC_FREEZE = ("*.self_attn.*", "model.embed_tokens.weight")

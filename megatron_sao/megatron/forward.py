@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_sao.megatron.model import attention_inputs
+from megatron_sao.megatron.layer_specs import attention_inputs
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
 

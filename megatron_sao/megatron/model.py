@@ -6,46 +6,30 @@ tensor-parallel size (pad the row with a segment of its own).
 
 import dataclasses
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_sao.megatron.mapping.architectures import ARCHITECTURES, read_hf_config
+from megatron_sao.megatron.layer_specs import layer_specs
+from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.transformer_config import Recompute, check_layout, transformer_config
 
 __all__ = [
     "CriticModel",
     "HFConfig",
     "PolicyModel",
-    "attention_inputs",
     "build_critic",
     "build_policy",
     "read_hf_config",
 ]
-
-Recompute = Literal["none", "full"]
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, for the local layer spec (Megatron's own refuses sequence parallelism)."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
 
 
 class ValueHead(nn.Module):
@@ -124,29 +108,6 @@ def build_critic(
     return model  # type: ignore[return-value]
 
 
-def attention_inputs(segment_ids: Tensor, platform: Platform) -> tuple[Tensor | None, PackedSeqParams | None]:
-    """What keeps the sequences of a packed row apart: `attention_mask` and `packed_seq_params` for the model's call.
-
-    `segment_ids` [T]: a sequence's tokens are neighbours and share a number; padding is a sequence of its own.
-    Without Transformer Engine: a mask [1, 1, T, T], True where attention is forbidden, and None. With it: None, and
-    the sequence boundaries (format thd).
-    """
-    if not platform.transformer_engine:
-        position = torch.arange(len(segment_ids), device=segment_ids.device)
-        masked = (segment_ids[:, None] != segment_ids[None, :]) | (position[:, None] < position[None, :])
-        return masked[None, None], None
-    _, lengths = torch.unique_consecutive(segment_ids, return_counts=True)
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
-    return None, PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
-
-
 def _build(
     cls: type[PolicyModel],
     hf: HFConfig,
@@ -156,11 +117,11 @@ def _build(
     dtype: torch.dtype,
     recompute: Recompute,
 ) -> PolicyModel:
-    _check_layout(hf, parallel)
-    config = _transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
+    check_layout(hf, parallel)
+    config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
     model = cls(
         config,
-        _layer_specs(config, platform),
+        layer_specs(config, platform),
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_positions,
         position_embedding_type="rope",
@@ -191,90 +152,3 @@ def _require_gradient(_: nn.Module, __: Any, embeddings: Tensor) -> None:
     """Recomputation is skipped by autograd, and all gradients with it, when no input of a block requires one."""
     if torch.is_grad_enabled() and not embeddings.requires_grad:
         embeddings.requires_grad_()
-
-
-def _transformer_config(
-    hf: HFConfig, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute
-) -> TransformerConfig:
-    options: dict[str, Any] = dict(ARCHITECTURES[hf.architecture].options)
-    if hf.num_experts:
-        options |= _moe_options(hf, platform)
-    if recompute == "full":
-        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
-        num_layers=hf.num_layers,
-        hidden_size=hf.hidden_size,
-        num_attention_heads=hf.num_heads,
-        num_query_groups=hf.num_kv_heads,
-        kv_channels=hf.head_dim,
-        ffn_hidden_size=hf.ffn_size,
-        normalization="RMSNorm",
-        layernorm_epsilon=hf.norm_eps,
-        gated_linear_unit=True,
-        activation_func=F.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype is torch.bfloat16,
-        tensor_model_parallel_size=parallel.tensor_size,
-        sequence_parallel=parallel.sequence_parallel,
-        expert_model_parallel_size=parallel.expert_size,
-        expert_tensor_parallel_size=1,
-        calculate_per_token_loss=True,
-        use_cpu_initialization=platform.device.type == "cpu",
-        gradient_accumulation_fusion=platform.fused_weight_gradients,
-        **options,
-    )
-
-
-def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
-    return {
-        "num_moe_experts": hf.num_experts,
-        "moe_layer_freq": [int(is_moe) for is_moe in hf.is_moe_layer],
-        "moe_ffn_hidden_size": hf.expert_ffn_size,
-        "moe_router_topk": hf.experts_per_token,
-        "moe_router_pre_softmax": not hf.renormalize_top_k,  # softmax over the chosen experts = renormalised
-        "moe_router_dtype": "fp32",
-        "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": platform.transformer_engine,
-    }
-
-
-def _layer_specs(config: TransformerConfig, platform: Platform) -> Any:
-    specs = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization=config.normalization)
-    if platform.transformer_engine:
-        return specs
-    for layer in specs.layer_specs:
-        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
-        attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    specs.layer_norm = RMSNorm
-    return specs
-
-
-def _check_layout(hf: HFConfig, parallel: Parallel) -> None:
-    tensor, expert = parallel.tensor_size, parallel.expert_size
-    sizes = {"attention heads": hf.num_heads, "vocabulary": hf.vocab_size}
-    if not all(hf.is_moe_layer):
-        sizes["feed-forward size"] = hf.ffn_size
-    for what, size in sizes.items():
-        if size % tensor:
-            raise ValueError(f"tensor = {tensor} does not divide the {what}, {size}: {_working(size)} would")
-    if hf.num_kv_heads % tensor and tensor % hf.num_kv_heads:
-        raise ValueError(
-            f"tensor = {tensor} is neither a divisor nor a multiple of the {hf.num_kv_heads} key-value heads"
-        )
-    if expert > 1 and not hf.num_experts:
-        raise ValueError(f"expert = {expert}, but {hf.architecture} has no experts: expert = 1 is the only choice")
-    if hf.num_experts and hf.num_experts % expert:
-        raise ValueError(
-            f"expert = {expert} does not divide the {hf.num_experts} experts: {_working(hf.num_experts)} would"
-        )
-
-
-def _working(size: int) -> str:
-    divisors = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
-    return ", ".join(map(str, divisors))

@@ -25,7 +25,8 @@ from torch import Tensor
 
 from megatron_sao.megatron.checkpoint import load_critic, load_policy
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.model import attention_inputs, build_critic, build_policy
+from megatron_sao.megatron.layer_specs import attention_inputs
+from megatron_sao.megatron.model import build_critic, build_policy
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import Platform, install
 from megatron_sao.megatron.step import Trainer

@@ -1,0 +1,60 @@
+"""Layer specs for the two platforms, and what keeps the sequences of a packed row apart in their attention."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from megatron_sao.megatron.platform import Platform
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in float32, for the local layer spec (Megatron's own refuses sequence parallelism)."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
+
+
+def layer_specs(config: TransformerConfig, platform: Platform) -> Any:
+    specs = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization=config.normalization)
+    if platform.transformer_engine:
+        return specs
+    for layer in specs.layer_specs:
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    specs.layer_norm = RMSNorm
+    return specs
+
+
+def attention_inputs(segment_ids: Tensor, platform: Platform) -> tuple[Tensor | None, PackedSeqParams | None]:
+    """What keeps the sequences of a packed row apart: `attention_mask` and `packed_seq_params` for the model's call.
+
+    `segment_ids` [T]: a sequence's tokens are neighbours and share a number; padding is a sequence of its own.
+    Without Transformer Engine: a mask [1, 1, T, T], True where attention is forbidden, and None. With it: None, and
+    the sequence boundaries (format thd).
+    """
+    if not platform.transformer_engine:
+        position = torch.arange(len(segment_ids), device=segment_ids.device)
+        masked = (segment_ids[:, None] != segment_ids[None, :]) | (position[:, None] < position[None, :])
+        return masked[None, None], None
+    _, lengths = torch.unique_consecutive(segment_ids, return_counts=True)
+    boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return None, PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=boundaries,
+        cu_seqlens_kv=boundaries,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )

@@ -1,0 +1,89 @@
+"""A HF config and a layout as Megatron's TransformerConfig, and what a layout must divide."""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
+from megatron_sao.megatron.mapping.hf_config import HFConfig
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.platform import Platform
+
+Recompute = Literal["none", "selective", "full"]
+
+
+def transformer_config(
+    hf: HFConfig, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute
+) -> TransformerConfig:
+    options: dict[str, Any] = dict(ARCHITECTURES[hf.architecture].options)
+    if hf.num_experts:
+        options |= _moe_options(hf, platform)
+    if recompute == "full":
+        options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=hf.num_layers,
+        hidden_size=hf.hidden_size,
+        num_attention_heads=hf.num_heads,
+        num_query_groups=hf.num_kv_heads,
+        kv_channels=hf.head_dim,
+        ffn_hidden_size=hf.ffn_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=hf.norm_eps,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
+        tensor_model_parallel_size=parallel.tensor_size,
+        sequence_parallel=parallel.sequence_parallel,
+        expert_model_parallel_size=parallel.expert_size,
+        expert_tensor_parallel_size=1,
+        calculate_per_token_loss=True,
+        use_cpu_initialization=platform.device.type == "cpu",
+        gradient_accumulation_fusion=platform.fused_weight_gradients,
+        **options,
+    )
+
+
+def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_layer_freq": [int(is_moe) for is_moe in hf.is_moe_layer],
+        "moe_ffn_hidden_size": hf.expert_ffn_size,
+        "moe_router_topk": hf.experts_per_token,
+        "moe_router_pre_softmax": not hf.renormalize_top_k,  # softmax over the chosen experts = renormalised
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": platform.transformer_engine,
+    }
+
+
+def check_layout(hf: HFConfig, parallel: Parallel) -> None:
+    tensor, expert = parallel.tensor_size, parallel.expert_size
+    sizes = {"attention heads": hf.num_heads, "vocabulary": hf.vocab_size}
+    if not all(hf.is_moe_layer):
+        sizes["feed-forward size"] = hf.ffn_size
+    for what, size in sizes.items():
+        if size % tensor:
+            raise ValueError(f"tensor = {tensor} does not divide the {what}, {size}: {_working(size)} would")
+    if hf.num_kv_heads % tensor and tensor % hf.num_kv_heads:
+        raise ValueError(
+            f"tensor = {tensor} is neither a divisor nor a multiple of the {hf.num_kv_heads} key-value heads"
+        )
+    if expert > 1 and not hf.num_experts:
+        raise ValueError(f"expert = {expert}, but {hf.architecture} has no experts: expert = 1 is the only choice")
+    if hf.num_experts and hf.num_experts % expert:
+        raise ValueError(
+            f"expert = {expert} does not divide the {hf.num_experts} experts: {_working(hf.num_experts)} would"
+        )
+
+
+def _working(size: int) -> str:
+    divisors = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
+    return ", ".join(map(str, divisors))
