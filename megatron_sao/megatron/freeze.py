@@ -42,17 +42,17 @@ def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> F
             query, key and value) of which one HF part is frozen and another trained.
     """
     tensors = hf_tensors(model, parallel)
-    frozen = _matching([tensor.name for tensor in tensors], patterns)
+    frozen = matching_names([tensor.name for tensor in tensors], patterns)
     if len(frozen) == len(tensors):
         raise ValueError(f"the freeze patterns {list(patterns)} leave nothing to train: freeze less")
     bindings = bindings_of(model, parallel)
-    _check_whole(bindings, frozen)
+    check_whole(bindings, frozen)
     _apply(model, parallel, frozen)
     model.frozen_hf_names = frozen
     return _report(tensors, frozen)
 
 
-def _matching(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
+def matching_names(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
     empty = [pattern for pattern, found in matches.items() if not found]
     if empty:
@@ -71,7 +71,7 @@ def _examples(names: Sequence[str]) -> list[str]:
     return [*outside, *first_layer]
 
 
-def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
+def check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
     for binding in bindings:
         cold = [name for name in binding.hf_names if name in frozen]
         if cold and len(cold) < len(binding.hf_names):

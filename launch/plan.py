@@ -1,0 +1,227 @@
+"""`sao plan`: what a run needs and what every GPU would hold, from the configuration and a `config.json` alone.
+
+Needs neither GPU nor weights. Roles have GPUs of their own, one rank each; the plan is of the fullest GPU of a role.
+"""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from megatron_sao.config import Config, RoleConfig, load
+from megatron_sao.controller.report import write_atomically
+from megatron_sao.megatron.mapping.architectures import read_hf_config
+from megatron_sao.megatron.mapping.hf_config import HFConfig
+from megatron_sao.megatron.memory import (
+    Counts,
+    StageMemory,
+    advice,
+    count_parameters,
+    largest_tensor_bytes,
+    role_memory,
+    serving_memory,
+)
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.transformer_config import check_layout
+from megatron_sao.roles.critic import freeze_patterns
+
+GIB = 1024**3
+GPU_BYTES = {  # what CUDA reports, not what the name says
+    "A100-80GB": int(79.1 * GIB),
+    "H100-80GB": int(79.1 * GIB),
+    "H200-141GB": int(139.8 * GIB),
+    "B200-180GB": int(178.3 * GIB),
+}
+RESERVED_BYTES = 6 * GIB
+"""[choice] Of each GPU that trains: CUDA's context, NCCL's buffers, workspaces, fragments of the allocator."""
+STATIC_FRACTION = 0.85
+"""[choice] Of an engine's GPU, for weights and KV cache, where `--mem-fraction-static` is not given."""
+MODELS = "models"  # beside a configuration: <model.path>/config.json of models that are not on this machine
+
+RoleName = Literal["actor", "critic", "engine"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RolePlan:
+    """One role. `parts` are bytes of its fullest GPU."""
+
+    name: RoleName
+    num_gpus: int
+    parts: dict[str, int]
+    usable_bytes: int  # of a GPU
+    stages: tuple[StageMemory, ...] = ()  # by pipeline rank; none for an engine
+    kv_tokens: int = 0  # an engine's cache
+    help: str = ""  # what would help, where it does not fit
+
+    @property
+    def bytes_per_gpu(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        return not self.help
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    config: Config
+    hf: HFConfig
+    counts: Counts
+    roles: tuple[RolePlan, ...]
+
+    @property
+    def num_gpus(self) -> int:
+        return sum(role.num_gpus for role in self.roles)
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.num_gpus // self.config.cluster.gpus_per_node)
+
+    @property
+    def fits(self) -> bool:
+        return all(role.fits for role in self.roles)
+
+
+def load_plan(path: Path, overrides: list[str], model: Path | None) -> Plan:
+    """The plan of a configuration file.
+
+    Raises:
+        ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
+    """
+    config = load(path, overrides)
+    return make_plan(config, read_hf_config(model or model_directory(config, path.parent)))
+
+
+def model_directory(config: Config, beside: Path) -> Path:
+    """Where the `config.json` is: in `model.path`, or in the copy that lies beside the configuration."""
+    places = (Path(config.model.path), beside / MODELS / config.model.path)
+    for place in places:
+        if (place / "config.json").is_file():
+            return place
+    raise ValueError(
+        f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(map(str, places))}: "
+        "give its directory with --model"
+    )
+
+
+def make_plan(config: Config, hf: HFConfig) -> Plan:
+    """Raises ValueError for a layout that does not divide the model's sizes (those that would are named)."""
+    policy, critic = (dataclasses.replace(hf, role=role) for role in ("policy", "critic"))
+    return Plan(
+        config=config,
+        hf=policy,
+        counts=count_parameters(policy),
+        roles=(
+            _trained("actor", config, config.actor, policy, config.actor.freeze),
+            _trained("critic", config, config.critic, critic, freeze_patterns(config.critic)),
+            _engine(config, policy),
+        ),
+    )
+
+
+def _trained(
+    name: Literal["actor", "critic"], config: Config, role: RoleConfig, hf: HFConfig, freeze: tuple[str, ...]
+) -> RolePlan:
+    layout = role.layout
+    place = Parallel(
+        world_size=layout.num_ranks,
+        tensor_size=layout.tensor,
+        context_size=layout.context,
+        data_size=layout.data,
+        expert_size=layout.expert,
+        expert_tensor_size=layout.expert_tensor,
+        expert_data_size=layout.expert_data,
+        pipeline_size=layout.pipeline,
+        virtual_stages=layout.virtual_stages,
+    )
+    try:
+        check_layout(hf, place)
+    except ValueError as error:
+        raise ValueError(f"{name}.layout: {error}") from None
+    stages = role_memory(hf, role, dtype=config.model.dtype, freeze=freeze)
+    fullest = max(stages, key=lambda stage: stage.total_bytes)
+    parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
+    usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
+    excess = sum(parts.values()) - usable
+    return RolePlan(
+        name=name,
+        num_gpus=layout.num_ranks,
+        parts=parts,
+        usable_bytes=usable,
+        stages=stages,
+        help=advice(parts, role) if excess > 0 else "",
+    )
+
+
+def _publish_bytes(config: Config, hf: HFConfig) -> int:
+    """Two buckets: one is filled while the other is sent. A tensor that is larger than a bucket is one of its own."""
+    return 2 * max(config.publish.bucket_bytes, largest_tensor_bytes(hf, config.model.dtype))
+
+
+def _engine(config: Config, hf: HFConfig) -> RolePlan:
+    engine, rollout = config.engine, config.rollout
+    memory = serving_memory(hf, dtype=config.model.dtype, tensor=engine.tensor)
+    gpu_bytes = GPU_BYTES[config.cluster.gpu]
+    static = int(gpu_bytes * _static_fraction(config))
+    room = max(0, static - memory.weight_bytes) // memory.kv_bytes_per_token
+    tokens = min(room, engine.max_total_tokens or room)
+    wanted = engine.max_total_tokens or rollout.max_episode_tokens
+    parts = {
+        "weights": memory.weight_bytes,
+        "kv_cache": tokens * memory.kv_bytes_per_token,
+        "publish": _publish_bytes(config, hf) // 2,  # one bucket is received at a time
+    }
+    shortage = (
+        f"weights leave room for {room} tokens of KV cache, {wanted} are wanted: more engine.tensor ranks"
+        if room < wanted
+        else "the bucket of a publish does not fit beside weights and KV cache: a lower --mem-fraction-static"
+        if sum(parts.values()) > gpu_bytes
+        else ""
+    )
+    return RolePlan(
+        name="engine", num_gpus=engine.tensor, parts=parts, usable_bytes=gpu_bytes, kv_tokens=tokens, help=shortage
+    )
+
+
+def _static_fraction(config: Config) -> float:
+    arguments = dict(zip(config.engine.extra_args, config.engine.extra_args[1:], strict=False))
+    return float(arguments.get("--mem-fraction-static", STATIC_FRACTION))
+
+
+def write_json(plan: Plan, path: Path) -> None:
+    """The whole file or none of it."""
+    data = {
+        "architecture": plan.hf.architecture,
+        "params_total": plan.counts.total,
+        "params_active": plan.counts.active,
+        "params_carried": plan.counts.carried,
+        "gpu": plan.config.cluster.gpu,
+        "gpu_bytes": GPU_BYTES[plan.config.cluster.gpu],
+        "gpus": plan.num_gpus,
+        "nodes": plan.num_nodes,
+        "fits": plan.fits,
+        "roles": {role.name: _role_json(role) for role in plan.roles},
+    }
+    write_atomically(path, json.dumps(data, indent=2) + "\n")
+
+
+def _role_json(role: RolePlan) -> dict[str, object]:
+    stages = [
+        {
+            "layers": [[chunk.start, chunk.stop] for chunk in stage.layers],
+            "params_per_gpu": stage.num_parameters,
+            "params_frozen_per_gpu": stage.num_frozen,
+            **stage.parts,
+        }
+        for stage in role.stages
+    ]
+    shown = {"stages": stages} if stages else {"kv_tokens": role.kv_tokens}
+    return {
+        "gpus": role.num_gpus,
+        "bytes_per_gpu": role.bytes_per_gpu,
+        "usable_bytes": role.usable_bytes,
+        "fits": role.fits,
+        "parts": role.parts,
+        **shown,
+    }

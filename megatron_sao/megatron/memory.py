@@ -1,0 +1,229 @@
+"""What each GPU of a role holds: parameters, gradients, optimizer states, activations. Pure numbers.
+
+Tensors and how they are cut come from the architectures' tables (`mapping/table.py`). What Megatron allocates for them
+is in megatron.core.distributed.param_and_grad_buffer and megatron.core.optimizer.distrib_optimizer: trained parameters
+and their float32 gradients lie in flat buffers, padded so that every data-parallel rank owns an equal part; Adam keeps
+two float32 moments, and a float32 main copy of parameters that are not float32, of that part alone.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from megatron_sao.config import LayoutConfig, RoleConfig
+from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, activations
+from megatron_sao.megatron.freeze import check_whole, matching_names
+from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
+from megatron_sao.megatron.mapping.hf_config import HFConfig
+from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
+from megatron_sao.megatron.mapping.table import Binding, bind
+from megatron_sao.megatron.stages import stage_layers
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+_GRADIENT_BYTES = 4
+_MOMENT_BYTES = 8
+_TENSOR_ALIGNMENT = 64  # numbers; so are the next
+_BUCKET_ALIGNMENT = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Counts:
+    """Parameters of a whole model, as numbers. Tensors that are carried through untouched apart."""
+
+    total: int
+    active: int  # that one token meets: all but the experts which it does not choose
+    carried: int  # in the checkpoint besides: layers of multi-token prediction, which are not trained
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageMemory:
+    """Bytes on each GPU of one pipeline rank."""
+
+    layers: tuple[range, ...]  # one range for each model chunk
+    num_parameters: int  # on one GPU, as numbers
+    num_frozen: int  # of these
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activations: Activations
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by what they are for; together, the peak."""
+        return {
+            "parameters": self.parameter_bytes,
+            "gradients": self.gradient_bytes,
+            "optimizer": self.optimizer_bytes,
+            "activations": self.activations.peak_bytes,
+        }
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.parts.values())
+
+
+def count_parameters(hf: HFConfig) -> Counts:
+    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
+    total = sum(map(_numel, bindings))
+    experts = sum(_numel(binding) for binding in bindings if binding.expert_rank is not None)
+    idle = experts * (hf.num_experts - hf.experts_per_token) // hf.num_experts if experts else 0
+    return Counts(total=total, active=total - idle, carried=0)
+
+
+def role_memory(
+    hf: HFConfig,
+    config: RoleConfig,
+    *,
+    dtype: str,
+    freeze: Sequence[str],
+    transformer_engine: bool = True,
+    expert_imbalance: float = EXPERT_IMBALANCE,
+) -> tuple[StageMemory, ...]:
+    """By pipeline rank. `hf.role` says which model it is; `freeze` are globs over HF names.
+
+    Raises:
+        ValueError: fewer layers than stages; a pattern that matches nothing, or a part of a Megatron tensor.
+    """
+    layout = config.layout
+    stages = stage_layers(hf.num_layers, layout.pipeline * layout.virtual_stages)
+    way = Pass(
+        layout=layout,
+        item_bytes=ITEM_BYTES[dtype],
+        max_tokens=config.max_tokens_per_micro_batch,
+        recompute=config.recompute,
+        transformer_engine=transformer_engine,
+        expert_imbalance=expert_imbalance,
+    )
+    frozen = _frozen(hf, freeze)
+    bindings = _by_pipeline_rank(hf, layout)
+    return tuple(
+        StageMemory(
+            layers=stages[rank :: layout.pipeline],
+            activations=activations(hf, way, stages[rank :: layout.pipeline], rank),
+            **_held(bindings[rank], config, ITEM_BYTES[dtype], frozen),
+        )
+        for rank in range(layout.pipeline)
+    )
+
+
+def advice(parts: Mapping[str, int], config: RoleConfig) -> str:
+    """What to change so that a role needs less, beginning with what helps its largest part."""
+    largest = max(parts, key=lambda part: parts[part])
+    fewer_tokens = f"lower max_tokens_per_micro_batch (now {config.max_tokens_per_micro_batch})"
+    remedies = {
+        "activations": [fewer_tokens, "more layout.tensor, layout.context or layout.pipeline ranks"],
+        "optimizer": ["more data-parallel ranks (layout.num_ranks), which share it", "more layout.pipeline ranks"],
+    }.get(largest, ["more layout.expert, layout.tensor or layout.pipeline ranks"])
+    if largest == "activations" and config.recompute != "full":
+        remedies.insert(0, 'set recompute = "full"')
+    if largest == "optimizer" and not config.optimizer.distributed:
+        remedies.insert(0, "set optimizer.distributed = true")
+    if largest != "activations":
+        remedies.append(fewer_tokens)
+    return f"the largest part is {largest}, {_gib(parts[largest])}: {'; '.join(remedies)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**3:.1f} GiB"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServingMemory:
+    """Bytes on each GPU of an engine whose tensor-parallel ranks cut everything that can be cut."""
+
+    weight_bytes: int
+    kv_bytes_per_token: int
+
+
+def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
+    """SGLang holds the weights in their type, and keys and values of every layer; fewer heads than ranks are copied."""
+    item_bytes = ITEM_BYTES[dtype]
+    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
+    weights = sum(_numel(b) // (1 if b.layout.dim is None else tensor) * _item_bytes(b, item_bytes) for b in bindings)
+    heads = max(1, hf.num_kv_heads // tensor)
+    return ServingMemory(
+        weight_bytes=weights, kv_bytes_per_token=hf.num_layers * heads * 2 * hf.head_dim * item_bytes
+    )
+
+
+def largest_tensor_bytes(hf: HFConfig, dtype: str) -> int:
+    """Of those that a publish sends whole."""
+    shapes = (shape for b in bind(ARCHITECTURES[hf.architecture], hf, 1) for shape in b.hf_shapes)
+    return max(map(math.prod, shapes)) * ITEM_BYTES[dtype]
+
+
+def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]:
+    """What the first expert rank of each pipeline rank holds; the others hold as much. Tied embeddings twice."""
+    stages = stage_layers(hf.num_layers, layout.pipeline * layout.virtual_stages)
+    rank_of = {layer: stage % layout.pipeline for stage, layers in enumerate(stages) for layer in layers}
+    held: list[list[Binding]] = [[] for _ in range(layout.pipeline)]
+    bindings = bind(ARCHITECTURES[hf.architecture], hf, layout.expert)
+    for binding in bindings:
+        if not binding.expert_rank:
+            held[rank_of[binding.layer]].append(binding)
+    if hf.tied_embeddings and layout.pipeline > 1 and hf.role == "policy":
+        held[-1].append(bindings[0])
+    return held
+
+
+def _frozen(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
+    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
+    frozen = matching_names([name for binding in bindings for name in binding.hf_names], freeze)
+    check_whole(bindings, frozen)
+    return frozen
+
+
+def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, frozen: frozenset[str]) -> dict[str, int]:
+    """Megatron puts tensors of one type and one data-parallel group into one buffer."""
+    layout, distributed = config.layout, config.optimizer.distributed
+    buffers: dict[tuple[bool, int], list[int]] = {}
+    num_parameters = num_frozen = frozen_bytes = 0
+    for binding in bindings:
+        numel, size = _local_numel(binding, layout), _item_bytes(binding, item_bytes)
+        num_parameters += numel
+        if binding.hf_names[0] in frozen:
+            num_frozen += numel
+            frozen_bytes += numel * size
+        else:
+            buffers.setdefault((binding.expert_rank is not None, size), []).append(numel)
+    parameter_bytes, gradient_bytes, optimizer_bytes = frozen_bytes, 0, 0
+    for (is_expert, size), numels in buffers.items():
+        ranks = layout.expert_data if is_expert else layout.data * layout.context
+        shards = ranks if distributed else 1
+        numel = _padded(numels, shards) if distributed else sum(numels)
+        parameter_bytes += numel * size
+        gradient_bytes += numel * _GRADIENT_BYTES
+        optimizer_bytes += numel // shards * (_MOMENT_BYTES + (4 if size < 4 else 0))
+    return {
+        "num_parameters": num_parameters,
+        "num_frozen": num_frozen,
+        "parameter_bytes": parameter_bytes,
+        "gradient_bytes": gradient_bytes,
+        "optimizer_bytes": optimizer_bytes,
+    }
+
+
+def _padded(numels: Sequence[int], num_ranks: int) -> int:
+    end = 0
+    for numel in numels:
+        end = _round_up(end, _TENSOR_ALIGNMENT) + numel
+    return _round_up(end, math.lcm(num_ranks, _BUCKET_ALIGNMENT))
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _numel(binding: Binding) -> int:
+    return sum(math.prod(shape) for shape in binding.hf_shapes)
+
+
+def _local_numel(binding: Binding, layout: LayoutConfig) -> int:
+    if binding.layout.dim is None:
+        return _numel(binding)
+    return _numel(binding) // (layout.tensor if binding.expert_rank is None else layout.expert_tensor)
+
+
+def _item_bytes(binding: Binding, item_bytes: int) -> int:
+    """The value head is float32 in every model."""
+    return 4 if binding.hf_names == (VALUE_HEAD,) else item_bytes
