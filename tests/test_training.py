@@ -36,6 +36,7 @@ pytestmark = pytest.mark.ranks
 
 ONE_EACH = (((5,), (3, 1), (0, 2), (4,)),)  # another packing, another order
 UNEVEN = (((5, 3), (0, 4, 1)), ((2,), ()))  # of two data-parallel ranks; the second ends with an empty micro-batch
+THREE = ((5, 3), (0, 2), (1, 4))
 EVEN = (((0, 3), (5,)), ((4,), (1, 2)))
 
 LAYOUTS = {
@@ -47,7 +48,23 @@ LAYOUTS = {
     "tensor 2 x expert 2": Case(num_ranks=2, tensor=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),)),
     "tensor 2, plain optimizer, recompute": Case(num_ranks=2, tensor=2, distributed=False, recompute="full"),
     "tensor 2 x data 2 x expert 2": Case(num_ranks=4, tensor=2, expert=2, plan=UNEVEN),
+    "tensor 2 x expert tensor 2": Case(num_ranks=2, tensor=2, expert_tensor=2, plan=ONE_EACH, recompute="selective"),
+    "data 2, overlapped plain optimizer": Case(num_ranks=2, plan=EVEN, distributed=False, overlap=True),
+    "pipeline 2": Case(num_ranks=2, pipeline=2, plan=ONE_EACH),
+    "pipeline 2 x tensor 2, recompute": Case(num_ranks=4, pipeline=2, tensor=2, plan=ONE_EACH, recompute="full"),
+    "pipeline 2 x expert 2, overlap": Case(num_ranks=4, pipeline=2, expert=2, plan=UNEVEN, overlap=True),
 }
+DEEP_LAYOUTS = {
+    "pipeline 2, plain optimizer, selective recompute": Case(
+        num_ranks=2, pipeline=2, plan=ONE_EACH, distributed=False, recompute="selective"
+    ),
+    "pipeline 4, full recompute": Case(num_ranks=4, pipeline=4, plan=ONE_EACH, recompute="full"),
+    "pipeline 2 x virtual 2, 3 micro-batches": Case(num_ranks=2, pipeline=2, virtual_stages=2, plan=(THREE,)),
+    "pipeline 2 x virtual 2 x data 2, overlap": Case(
+        num_ranks=4, pipeline=2, virtual_stages=2, plan=UNEVEN, overlap=True
+    ),
+}
+"""Of a model with five layers, which no number of stages here divides, the first one dense, and tied embeddings."""
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +82,14 @@ def reference(directory: str, rollout_A: NDArray[np.float32]) -> Any:
     return run_ranks(1, three_steps, directory, Case(), rollout_A)[0]
 
 
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, NDArray[np.float32], Any]:
+    fields = {"num_hidden_layers": 5, "mlp_only_layers": [0], "tie_word_embeddings": True}
+    directory = str(make_tiny_model(tmp_path_factory.mktemp("deep"), seed=2, **fields))
+    rollout = disturbed(run_ranks(1, start_logprobs, directory, Case())[0])
+    return directory, rollout, run_ranks(1, three_steps, directory, Case(), rollout)[0]
+
+
 def test_the_fixed_batch_has_what_the_comparison_needs(reference: Any) -> None:
     for update in reference["metrics"][2::3]:  # policy updates
         assert 0.02 < update["policy/rejected_low_fraction"] < 0.5
@@ -79,7 +104,15 @@ def test_the_fixed_batch_has_what_the_comparison_needs(reference: Any) -> None:
 def test_three_steps_learn_the_same_in_every_layout(
     name: str, directory: str, rollout_A: NDArray[np.float32], reference: Any
 ) -> None:
-    case = LAYOUTS[name]
+    assert_learns_the_same(LAYOUTS[name], directory, rollout_A, reference)
+
+
+@pytest.mark.parametrize("name", DEEP_LAYOUTS)
+def test_three_steps_learn_the_same_on_uneven_stages_with_tied_embeddings(name: str, deep: tuple[Any, ...]) -> None:
+    assert_learns_the_same(DEEP_LAYOUTS[name], *deep)
+
+
+def assert_learns_the_same(case: Case, directory: str, rollout_A: NDArray[np.float32], reference: Any) -> None:
     results = run_ranks(case.num_ranks, three_steps, directory, case, rollout_A)
     for role in ("actor", "critic"):
         for tensor, start in reference["before"][role].items():

@@ -18,18 +18,19 @@ def three_value_updates(trainer: Trainer, shard: Shard) -> Any:
     targets = np.linspace(-1, 1, shard.num_local_action_tokens)
     for _ in range(3):
         value_update(trainer, shard, targets)
-    buffered = sum(buffer.numel_unpadded for buffer in trainer.model.buffers + trainer.model.expert_parallel_buffers)
-    trained = sum(p.numel() for p in trainer.model.module.parameters() if p.requires_grad)
+    (chunk,) = trainer.model.wrapped
+    buffered = sum(buffer.numel_unpadded for buffer in chunk.buffers + chunk.expert_parallel_buffers)
+    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     return before, whole_model(trainer), buffered, trained, digests(trainer)
 
 
 def three_bfloat16_updates(trainer: Trainer, shard: Shard) -> Any:
     targets = np.linspace(-1, 1, shard.num_local_action_tokens)
     updates = [value_update(trainer, shard, targets) for _ in range(3)]
-    mains = [p.main_param for p in trainer.model.module.parameters() if getattr(p, "main_param", None) is not None]
+    mains = [p.main_param for p in trainer.model.parameters() if getattr(p, "main_param", None) is not None]
     finer = [main for main in mains if not torch.equal(main, main.bfloat16().float())]
-    types = {p.dtype for name, p in trainer.model.module.named_parameters() if "value_head" not in name}
-    head = trainer.model.module.value_head.weight.dtype
+    types = {p.dtype for name, p in trainer.model.named_parameters() if "value_head" not in name}
+    head = dict(trainer.model.named_parameters())["value_head.weight"].dtype
     return [u["critic/loss"].value for u in updates], {m.dtype for m in mains}, len(finer), types, head
 
 

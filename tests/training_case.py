@@ -37,16 +37,21 @@ class Case:
     num_ranks: int = 1
     tensor: int = 1
     expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
     plan: tuple[Rank, ...] = (((0, 1, 2, 3, 4, 5),),)  # [data-parallel rank][micro-batch]
     distributed: bool = True
-    recompute: Literal["none", "full"] = "none"
+    overlap: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
     dtype: str = "float32"
     critic_freeze: tuple[str, ...] = ("*.self_attn.*",)
     actor_freeze: tuple[str, ...] = ()
 
     @property
     def layout(self) -> LayoutConfig:
-        return LayoutConfig(num_ranks=self.num_ranks, tensor=self.tensor, expert=self.expert)
+        names = ("num_ranks", "tensor", "expert", "expert_tensor", "pipeline", "virtual_stages")
+        return LayoutConfig(**{name: getattr(self, name) for name in names})
 
 
 def make_batch(seed: int = 0, rollout_A: NDArray[np.float32] | None = None) -> Batch:
@@ -94,7 +99,7 @@ def optimizer_config(case: Case, **fields: Any) -> OptimizerConfig:
     99.99 % of the difference of its tensor, 3e-3. With 1e-6 it is at most 1e-2 of an ordinary update.
     """
     defaults = {"learning_rate": 1e-3, "clip_norm": 1.0, "warmup_updates": 0, "eps": 1e-6}
-    return OptimizerConfig(**{**defaults, **fields}, distributed=case.distributed)
+    return OptimizerConfig(**{**defaults, **fields}, distributed=case.distributed, overlap=case.overlap)
 
 
 def make_trainer(
@@ -109,7 +114,9 @@ def make_trainer(
         model = build_critic(directory, parallel, platform, **options)
         load_critic(model, directory, parallel)
         with torch.no_grad():
-            model.value_head.weight.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+            for name, parameter in model.named_parameters():
+                if name == "value_head.weight":
+                    parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
     patterns = case.actor_freeze if role == "actor" else case.critic_freeze
     if patterns:
         freeze(model, parallel, patterns)
@@ -117,19 +124,21 @@ def make_trainer(
 
 
 def whole_model(trainer: Trainer) -> dict[str, NDArray[np.float32]]:
-    model: Any = trainer.model.module
-    names = [tensor.name for tensor in hf_tensors(model, trainer.parallel)]
-    found = gather(model, trainer.parallel, names, torch.float32)
+    names = [tensor.name for tensor in hf_tensors(trainer.model, trainer.parallel)]
+    found = gather(trainer.model, trainer.parallel, names, torch.float32)
     return {name: tensor.numpy().copy() for name, tensor in found.items()}
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
-    """Of every local parameter, so that copies on other ranks can be compared: 'cut' ones by tensor rank and so on."""
+    """Of every local parameter, so that copies on other ranks can be compared: 'cut' ones by tensor rank and so on.
+
+    After `whole_model`, which brings in what an overlapped optimizer has not gathered yet.
+    """
     parallel = trainer.parallel
     result = {}
-    for name, parameter in trainer.model.module.named_parameters():
+    for name, parameter in trainer.model.named_parameters():
         if ".mlp.experts." in name:
-            place = f"expert{parallel.expert_rank}"
+            place = f"expert{parallel.expert_rank}, shard{parallel.expert_tensor_rank}"
         else:
             place = f"tensor{parallel.tensor_rank}" if getattr(parameter, "tensor_model_parallel", False) else "all"
         result[f"{place}/{name}"] = hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
@@ -143,7 +152,7 @@ def shard_of(batch: Batch, case: Case, parallel: Parallel) -> tuple[Shard, NDArr
 def joined(parts_A: NDArray[np.float32], places: NDArray[np.int64], batch: Batch, parallel: Parallel) -> Any:
     """[A] of the whole batch on every rank, from each rank's shard: what the controller does between the roles."""
     whole = torch.zeros(batch.num_action_tokens)
-    if parallel.tensor_rank == 0:
+    if parallel.tensor_rank == parallel.pipeline_rank == 0:
         whole[torch.from_numpy(places)] = torch.from_numpy(parts_A)
     torch.distributed.all_reduce(whole, group=parallel.world_group)
     return whole.numpy()

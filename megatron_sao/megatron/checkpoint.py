@@ -98,7 +98,7 @@ def _fill(model: MappedModel, parallel: Parallel, reader: "_Reader", wanted: Map
     parameters = dict(model.named_parameters())
     with torch.no_grad():
         for binding in bindings_of(model, parallel):
-            if is_local(binding, parallel) and binding.hf_names[0] in wanted:
+            if is_local(binding, model.hf_config, parallel) and binding.hf_names[0] in wanted:
                 _fill_one(binding, parameters[binding.find(parameters)], parallel, reader)
 
 

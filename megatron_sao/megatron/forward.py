@@ -1,23 +1,27 @@
 """Forward and backward over packed rows, through Megatron's own schedule.
 
-Axis letters: B tokens of one micro-batch (one packed row), a its action tokens, A action tokens of the rank's shard.
+Axis letters: B tokens that this rank has of one micro-batch (one packed row, or with context parallelism its part of
+it), a the action tokens chosen in states among them, A action tokens of the rank's shard.
 A loss is a sum over action tokens. `calculate_per_token_loss` makes Megatron add the sums over micro-batches and
 data-parallel ranks, and divide the gradients once by the global number of action tokens.
 The log-prob and the value of a token are read at the position before it: the state in which it was chosen.
+With a pipeline, output, loss and results are on the last stage only.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron_sao.megatron.layer_specs import attention_inputs
+from megatron_sao.megatron.model import Model
+from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
 
@@ -27,18 +31,12 @@ class MicroBatch:
     """One packed row, on the device. Without an action token it still runs, for the collectives of its peers."""
 
     token_ids_B: Tensor  # int64
-    lengths: tuple[int, ...]  # of the segments in row order, padding (its own segment) included; sums to B
-    action_index_a: Tensor  # int64, row positions of the action tokens, all >= 1
+    position_ids_B: Tensor  # int64, within the segment
+    lengths: tuple[int, ...]  # of the whole row's segments in order; padding is a segment too, or the end of one
+    state_index_a: Tensor  # int64, where in B is the state that each action token was chosen in
+    targets_a: Tensor  # int64, the action tokens
+    places_a: Tensor  # int64, of these actions among the shard's [A]
     columns: Mapping[str, Tensor]  # [a] each: what the loss needs per action token
-
-    @property
-    def targets_a(self) -> Tensor:
-        return self.token_ids_B[self.action_index_a]
-
-    @property
-    def state_index_a(self) -> Tensor:
-        """Row position of the state each action token was chosen in."""
-        return self.action_index_a - 1
 
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -49,14 +47,14 @@ Read = Callable[[Tensor, MicroBatch], Tensor]
 
 
 def make_micro_batches(
-    shard: Shard, columns_A: Mapping[str, NDArray[Any]], *, pad_to_multiple: int, platform: Platform
+    shard: Shard, columns_A: Mapping[str, NDArray[Any]], *, parallel: Parallel, platform: Platform
 ) -> tuple[MicroBatch, ...]:
-    """Pack a shard's trajectories into rows.
+    """Pack a shard's trajectories into rows, and add empty ones until the interleaved schedule can run them.
 
     Args:
         shard: this data-parallel rank's trajectories and plan.
         columns_A: arrays over the shard's action tokens, cut into each micro-batch's [a].
-        pad_to_multiple: of tokens; sequence parallel cuts a row evenly over the tensor-parallel ranks.
+        parallel: this rank's place; rows are padded so that they divide over tensor and context ranks.
         platform: where the tensors go.
 
     Raises:
@@ -67,43 +65,97 @@ def make_micro_batches(
         if column.shape != (num_actions,):
             raise ValueError(f"{name} has shape {column.shape} for {num_actions} action tokens of this rank")
     starts_A = np.concatenate([[0], np.cumsum(shard.is_action)])[shard.offsets]  # [n+1] first action of each trajectory
-    return tuple(
-        _pack(shard, part, starts_A, columns_A, pad_to_multiple, platform.device) for part in shard.micro_batches
+    multiple = parallel.pipeline_size if parallel.virtual_stages > 1 else 1
+    padding = ((),) * (-len(shard.micro_batches) % multiple)
+    rows = [lay_out(shard, part, starts_A, parallel) for part in (*shard.micro_batches, *padding)]
+    return tuple(_to_device(row, columns_A, platform.device) for row in rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """What a rank has of one packed row, as numpy arrays. Fields as in `MicroBatch`."""
+
+    token_ids_B: NDArray[np.int64]
+    position_ids_B: NDArray[np.int64]
+    lengths: tuple[int, ...]
+    state_index_a: NDArray[np.int64]
+    targets_a: NDArray[np.int64]
+    places_a: NDArray[np.int64]
+
+
+def lay_out(shard: Shard, trajectories: Sequence[int], starts_A: NDArray[np.int64], parallel: Parallel) -> Row:
+    """Trajectories end to end, each padded until context ranks can share it, the row until tensor ranks can."""
+    spans = [slice(int(shard.offsets[i]), int(shard.offsets[i + 1])) for i in trajectories]
+    multiple = 2 * parallel.context_size if parallel.context_size > 1 else 1
+    lengths = [span.stop - span.start for span in spans]
+    padded = [length + -length % multiple for length in lengths]
+    rest = -sum(padded) % (multiple * parallel.tensor_size) if padded else multiple * parallel.tensor_size
+    padded += [rest] if rest else []
+    tokens, is_action = np.zeros(sum(padded), dtype=np.int64), np.zeros(sum(padded), dtype=bool)
+    for start, span in zip(np.cumsum([0, *padded]), spans, strict=False):
+        here = slice(start, start + span.stop - span.start)
+        tokens[here], is_action[here] = shard.token_ids[span], shard.is_action[span]
+    kept_B = context_part(padded, rank=parallel.context_rank, size=parallel.context_size)
+    found = np.full(len(tokens), -1)
+    found[kept_B] = np.arange(len(kept_B))  # place of a token of the row on this rank, -1: on another
+    actions = np.flatnonzero(is_action)
+    mine = found[actions - 1] >= 0
+    places = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*starts_A[i : i + 2]) for i in trajectories)])
+    return Row(
+        token_ids_B=tokens[kept_B],
+        position_ids_B=np.concatenate([np.arange(length) for length in padded])[kept_B],
+        lengths=tuple(padded),
+        state_index_a=found[actions - 1][mine],
+        targets_a=tokens[actions[mine]],
+        places_a=places[mine],
     )
 
 
-def _pack(
-    shard: Shard,
-    trajectories: Sequence[int],
-    starts_A: NDArray[np.int64],
-    columns_A: Mapping[str, NDArray[Any]],
-    multiple: int,
-    device: torch.device,
-) -> MicroBatch:
-    spans = [slice(int(shard.offsets[i]), int(shard.offsets[i + 1])) for i in trajectories]
-    length = sum(span.stop - span.start for span in spans)
-    padding = -length % multiple if length else multiple
-    tokens = np.concatenate([*(shard.token_ids[span] for span in spans), np.zeros(padding, dtype=np.int32)])
-    is_action = np.concatenate([*(shard.is_action[span] for span in spans), np.zeros(padding, dtype=bool)])
-    actions = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*starts_A[i : i + 2]) for i in trajectories)])
-    lengths = [span.stop - span.start for span in spans] + ([padding] if padding else [])
+def context_part(lengths: Sequence[int], *, rank: int, size: int) -> NDArray[np.int64]:
+    """[B] positions in a row of segments of `lengths` that a context-parallel rank has.
+
+    Of each segment, cut into 2 * size chunks, it has number `rank` and the one as far from the end, in this order: so
+    that causal attention is the same work on all. It is the order of Transformer Engine's
+    `thd_get_partitioned_indices`.
+
+    >>> context_part([4, 8], rank=0, size=2)
+    array([ 0,  3,  4,  5, 10, 11])
+    """
+    if size == 1:
+        return np.arange(sum(lengths))
+    parts = []
+    for start, length in zip(np.cumsum([0, *lengths]), lengths, strict=False):
+        chunks = start + np.arange(length).reshape(2 * size, -1)
+        parts += [chunks[rank], chunks[-1 - rank]]
+    return np.concatenate(parts)
+
+
+def _to_device(row: Row, columns_A: Mapping[str, NDArray[Any]], device: torch.device) -> MicroBatch:
+    def tensor(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(device)
+
     return MicroBatch(
-        token_ids_B=torch.from_numpy(tokens.astype(np.int64)).to(device),
-        lengths=tuple(lengths),
-        action_index_a=torch.from_numpy(np.flatnonzero(is_action)).to(device),
-        columns={name: torch.from_numpy(column[actions]).to(device) for name, column in columns_A.items()},
+        token_ids_B=tensor(row.token_ids_B),
+        position_ids_B=tensor(row.position_ids_B),
+        lengths=row.lengths,
+        state_index_a=tensor(row.state_index_a),
+        targets_a=tensor(row.targets_a),
+        places_a=tensor(row.places_a),
+        columns={name: tensor(column[row.places_a]) for name, column in columns_A.items()},
     )
 
 
 def run_training(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], loss: Loss, platform: Platform
+    model: Model, micro_batches: Sequence[MicroBatch], loss: Loss, platform: Platform
 ) -> list[dict[str, Tensor]]:
     """Forward and backward of every micro-batch; afterwards the gradients are final: reduced, and divided once.
 
-    Returns the metric sums of each micro-batch. Every data-parallel rank must bring the same number of micro-batches.
+    Returns the metric sums of each micro-batch, on the last pipeline stage only. Every data-parallel rank must bring
+    the same number of micro-batches.
     """
     assert model.config.calculate_per_token_loss, "gradients must be divided once, by the global number of tokens"
-    model.zero_grad_buffer()
+    for chunk in model.wrapped:
+        chunk.zero_grad_buffer()
 
     def step(rows: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Any]:
         row = next(rows)
@@ -112,10 +164,8 @@ def run_training(
     return _schedule(model, micro_batches, step, forward_only=False)
 
 
-def run_scoring(
-    model: DistributedDataParallel, micro_batches: Sequence[MicroBatch], read: Read, platform: Platform
-) -> list[Tensor]:
-    """Forward only, without a graph: what `read` finds in each micro-batch, [a] each."""
+def run_scoring(model: Model, micro_batches: Sequence[MicroBatch], read: Read, platform: Platform) -> list[Tensor]:
+    """Forward only, without a graph: what `read` finds in each micro-batch, [a] each; on the last stage only."""
 
     def step(rows: Iterator[MicroBatch], wrapped: Any) -> tuple[Tensor, Any]:
         row = next(rows)
@@ -125,24 +175,13 @@ def run_scoring(
         return _schedule(model, micro_batches, step, forward_only=True)
 
 
-def in_shard_order(shard: Shard, parts: Sequence[Tensor]) -> NDArray[np.float32]:
-    """Join per-micro-batch numbers [a] to the shard's [A]; micro-batches may take trajectories in any order."""
-    starts_A = np.concatenate([[0], np.cumsum(shard.is_action)])[shard.offsets]
-    result = np.zeros(shard.num_local_action_tokens, dtype=np.float32)
-    for trajectories, part in zip(shard.micro_batches, parts, strict=True):
-        places = [np.arange(*starts_A[i : i + 2]) for i in trajectories]
-        if places:
-            result[np.concatenate(places)] = part.float().cpu().numpy()
-    return result
-
-
-def _schedule(model: Any, micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> list[Any]:
+def _schedule(model: Model, micro_batches: Sequence[MicroBatch], step: Any, *, forward_only: bool) -> list[Any]:
     results: list[Any] = get_forward_backward_func()(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[model],
+        data_iterator=[iter(micro_batches) for _ in model.wrapped],
+        model=list(model.wrapped),
         num_microbatches=len(micro_batches),
-        seq_length=max(len(row.token_ids_B) for row in micro_batches),
+        seq_length=max(sum(row.lengths) for row in micro_batches),
         micro_batch_size=1,
         forward_only=forward_only,
         collect_non_loss_data=forward_only,
@@ -154,16 +193,18 @@ def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor
     """What Megatron's schedule wants: a sum that hangs on the graph, the number of its tokens, numbers to keep."""
     total, sums = loss(output, row)
     assert total.requires_grad, "an empty micro-batch needs a zero loss that hangs on the graph: its peers wait for it"
-    return total, torch.tensor(len(row.action_index_a), dtype=torch.int, device=total.device), sums
+    return total, torch.tensor(len(row.places_a), dtype=torch.int, device=total.device), sums
 
 
 def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
-    """Model output of a packed row: policy logits [1, B, V/tp] or critic values [1, B]."""
+    """Model output of a packed row: policy logits [1, B, V/tp], critic values [1, B], hidden states of a stage."""
     device = row.token_ids_B.device
     lengths = torch.tensor(row.lengths, device=device)
-    segments_B = torch.repeat_interleave(torch.arange(len(row.lengths), device=device), lengths)
-    starts = lengths.cumsum(0) - lengths
-    positions_B = torch.arange(len(row.token_ids_B), device=device) - starts[segments_B]
-    mask, packed = attention_inputs(segments_B, platform)
-    output: Tensor = model(row.token_ids_B[None], positions_B[None], mask, packed_seq_params=packed)
+    segments = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # of the whole row
+    mask, packed = attention_inputs(segments, platform)
+    if packed is not None and model.config.context_parallel_size > 1:  # its attention asks for both
+        packed = dataclasses.replace(
+            packed, cu_seqlens_q_padded=packed.cu_seqlens_q, cu_seqlens_kv_padded=packed.cu_seqlens_kv
+        )
+    output: Tensor = model(row.token_ids_B[None], row.position_ids_B[None], mask, packed_seq_params=packed)
     return output

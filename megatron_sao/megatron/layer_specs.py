@@ -25,8 +25,11 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
 
 
-def layer_specs(config: TransformerConfig, platform: Platform) -> Any:
-    specs = get_gpt_decoder_block_spec(config, platform.transformer_engine, normalization=config.normalization)
+def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
+    """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`."""
+    specs = get_gpt_decoder_block_spec(
+        config, platform.transformer_engine, normalization=config.normalization, vp_stage=vp_stage
+    )
     if platform.transformer_engine:
         return specs
     for layer in specs.layer_specs:

@@ -5,11 +5,13 @@ tensor-parallel size (pad the row with a segment of its own).
 """
 
 import dataclasses
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -18,18 +20,23 @@ from torch import Tensor, nn
 from megatron_sao.megatron.layer_specs import layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
+from megatron_sao.megatron.mapping.transfer import EMBEDDING
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.stages import stage_layers
 from megatron_sao.megatron.transformer_config import Recompute, check_layout, transformer_config
 
 __all__ = [
     "CriticModel",
     "HFConfig",
+    "Model",
     "PolicyModel",
     "build_critic",
     "build_policy",
     "read_hf_config",
 ]
+
+_LAYERS = "decoder.layers."
 
 
 class ValueHead(nn.Module):
@@ -55,10 +62,10 @@ class ValueHead(nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """`model(token_ids [1,T], position_ids [1,T], attention_mask, packed_seq_params=...)` -> logits [1, T, V/tp]."""
+    """`model(token_ids [1,T], position_ids [1,T], attention_mask, packed_seq_params=...)` -> logits [1, T, V/tp].
 
-    hf_config: HFConfig
-    frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
+    One chunk of the layers: what is not the last one gives hidden states [T/tp, 1, H].
+    """
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row."""
@@ -69,23 +76,70 @@ class PolicyModel(GPTModel):
 
 
 class CriticModel(PolicyModel):
-    """The policy's backbone with `value_head` in place of the output layer: -> values [1, T], float32."""
+    """The policy's backbone with `value_head` in place of the output layer: -> values [1, T], float32.
+
+    On a last stage of its own an output weight is there while the model is built: Megatron leaves it out only where the
+    embedding could serve.
+    """
 
     def __init__(self, config: TransformerConfig, spec: Any, **kwargs: Any) -> None:
-        kwargs["share_embeddings_and_output_weights"] = True  # so that no output weight is allocated
+        is_whole = kwargs["pre_process"] and kwargs["post_process"]
+        kwargs["share_embeddings_and_output_weights"] = is_whole  # so that no output weight is allocated
         super().__init__(config, spec, **kwargs)
-        del self.output_layer
-        del self.embedding.word_embeddings.weight.zero_out_wgrad
+        if is_whole:
+            del self.embedding.word_embeddings.weight.zero_out_wgrad
         self.share_embeddings_and_output_weights = False
-        self.value_head = ValueHead(config, self.pg_collection.tp)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(config, self.pg_collection.tp)
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-        return self.value_head(hidden_states)  # type: ignore[no-any-return]
+        return self.value_head(hidden_states) if self.post_process else hidden_states
+
+
+class Model:
+    """What one rank holds of a policy or a critic: a chunk of its layers, with virtual stages several."""
+
+    def __init__(self, chunks: Sequence[PolicyModel], hf: HFConfig) -> None:
+        self.hf_config = hf
+        self.frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
+        self.chunks = tuple(chunks)
+        self.wrapped: tuple[DistributedDataParallel, ...] = ()  # the chunks, set by `optimizer.wrap`
+        self.is_complete = True  # False from an overlapped optimizer's step until all parameters are known to be here
+
+    @property
+    def config(self) -> TransformerConfig:
+        return self.chunks[0].config
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        return (parameter for _, parameter in self.named_parameters())
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By Megatron's names, layers counted through the whole model; a copy of the tied embedding by its name."""
+        for chunk in self.chunks:
+            for name, parameter in chunk.named_parameters():
+                yield self._whole_name(chunk, name), parameter
+
+    def complete(self) -> None:
+        """Bring in what an overlapped optimizer has not gathered yet; else the next forward does. Collective."""
+        if not self.is_complete:
+            for chunk in self.wrapped:
+                chunk.start_param_sync(force_sync=True)
+        self.is_complete = True
+
+    def _whole_name(self, chunk: PolicyModel, name: str) -> str:
+        if name == "output_layer.weight" and self.hf_config.tied_embeddings:
+            return EMBEDDING
+        head, found, rest = name.partition(_LAYERS)
+        if not found:
+            return name
+        index, _, rest = rest.partition(".")
+        return f"{head}{_LAYERS}{chunk.decoder.layers[int(index)].layer_number - 1}.{rest}"
 
 
 def build_policy(
     directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
-) -> PolicyModel:
+) -> Model:
     """The model of `directory`'s `config.json` with random weights (`checkpoint.load_policy` fills them), without DDP.
 
     Raises:
@@ -94,18 +148,15 @@ def build_policy(
     config = read_hf_config(directory)
     if config.role != "policy":
         raise ValueError(f"{directory} holds a {config.role}, not a policy: give the directory of a policy")
-    return _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)  # type: ignore[return-value]
+    return _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
 
 
 def build_critic(
     directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
-) -> CriticModel:
+) -> Model:
     """As `build_policy`, from a policy's directory or an exported critic's; the value head is float32 and zero."""
     config = dataclasses.replace(read_hf_config(directory), role="critic")
-    model = _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
-    width = tuple(model.value_head.weight.shape)
-    assert width == (1, config.hidden_size), f"the value head must be [1, hidden], not {width}"
-    return model  # type: ignore[return-value]
+    return _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
 
 
 def _build(
@@ -116,24 +167,33 @@ def _build(
     *,
     dtype: torch.dtype,
     recompute: Recompute,
-) -> PolicyModel:
+) -> Model:
     check_layout(hf, parallel)
     config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
-    model = cls(
-        config,
-        layer_specs(config, platform),
-        vocab_size=hf.vocab_size,
-        max_sequence_length=hf.max_positions,
-        position_embedding_type="rope",
-        rotary_base=hf.rope_theta,
-        share_embeddings_and_output_weights=hf.tied_embeddings,
-        parallel_output=True,
-    )
-    model.hf_config = hf
-    _mark_experts(model, parallel)
-    if recompute == "full":
-        model.embedding.register_forward_hook(_require_gradient)
-    return model.to(platform.device)  # type: ignore[no-any-return]
+    layers = stage_layers(hf.num_layers, parallel.num_stages)
+    chunks = []
+    for number, stage in enumerate(parallel.stages):
+        vp_stage = number if parallel.virtual_stages > 1 else None
+        chunk = cls(
+            config,
+            layer_specs(config, platform, vp_stage=vp_stage),
+            vocab_size=hf.vocab_size,
+            max_sequence_length=hf.max_positions,
+            pre_process=stage == 0,
+            post_process=stage == parallel.num_stages - 1,
+            position_embedding_type="rope",
+            rotary_base=hf.rope_theta,
+            share_embeddings_and_output_weights=hf.tied_embeddings,
+            parallel_output=True,
+            vp_stage=vp_stage,
+        )
+        built = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        assert built == list(layers[stage]), f"Megatron built layers {built} for stage {stage}, not {layers[stage]}"
+        _mark_experts(chunk, parallel)
+        if recompute == "full" and stage == 0:
+            chunk.embedding.register_forward_hook(_require_gradient)
+        chunks.append(chunk.to(platform.device))
+    return Model(chunks, hf)
 
 
 def _mark_experts(model: nn.Module, parallel: Parallel) -> None:
@@ -142,7 +202,7 @@ def _mark_experts(model: nn.Module, parallel: Parallel) -> None:
     Megatron marks them only when there are several expert ranks. With tensor parallelism and one expert rank it would
     sum over data-parallel ranks alone, and lose the tokens that the other tensor ranks sent through their copies.
     """
-    if parallel.expert_data_size != parallel.data_size:
+    if parallel.expert_data_size != parallel.data_size * parallel.context_size:
         for name, parameter in model.named_parameters():
             if ".experts." in name:
                 parameter.allreduce = False  # type: ignore[attr-defined]

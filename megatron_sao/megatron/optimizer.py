@@ -22,9 +22,10 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePredicate
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_sao.config import OptimizerConfig
+from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.parallel import Parallel
 
 Part = Literal["head", "experts", "rest"]
@@ -48,26 +49,30 @@ def part_of(name: str) -> Part:
     return "experts" if ".mlp.experts." in name else "rest"
 
 
-def wrap(model: nn.Module, config: OptimizerConfig) -> DistributedDataParallel:
-    """Megatron's DDP around a model whose `requires_grad` is set: float32 gradient buffers for what is trained.
-
-    Raises:
-        ValueError: no parameter is trained.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("every parameter is frozen: nothing is left to train; narrow the freeze patterns")
+def wrap(model: Model, config: OptimizerConfig) -> None:
+    """Megatron's DDP around each chunk of a model whose `requires_grad` is set: float32 gradient buffers for what is
+    trained. With `overlap`, gradients are reduced as soon as the last micro-batch's backward has them."""
     settings = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=False, use_distributed_optimizer=config.distributed
+        grad_reduce_in_fp32=True,
+        overlap_grad_reduce=config.overlap,
+        overlap_param_gather=config.overlap and config.distributed,
+        use_distributed_optimizer=config.distributed,
     )
-    transformer: Any = model.config
+    transformer: Any = model.config  # one for all chunks
+    model.wrapped = tuple(
+        DistributedDataParallel(transformer, settings, chunk, disable_bucketing=number > 0)
+        for number, chunk in enumerate(model.chunks)
+    )
     transformer.finalize_model_grads_func = finalize_model_grads
-    return DistributedDataParallel(transformer, settings, model)
+    if config.overlap:
+        waits = [chunk.no_sync for chunk in model.wrapped]
+        transformer.no_sync_func = waits if len(waits) > 1 else waits[0]
 
 
 class Optimizer:
-    """One model's Adam. `num_updates` is its own counter: the warm-up reads nothing else."""
+    """One wrapped model's Adam. `num_updates` is its own counter: the warm-up reads nothing else."""
 
-    def __init__(self, model: DistributedDataParallel, parallel: Parallel, config: OptimizerConfig) -> None:
+    def __init__(self, model: Model, parallel: Parallel, config: OptimizerConfig) -> None:
         self.num_updates = 0
         self._model, self._parallel, self._config = model, parallel, config
         dtype = model.config.params_dtype
@@ -82,8 +87,16 @@ class Optimizer:
             bf16=dtype is torch.bfloat16,
             params_dtype=dtype,
             use_distributed_optimizer=config.distributed,
+            overlap_param_gather=config.overlap and config.distributed,
         )
-        self._megatron = get_megatron_optimizer(settings, [model], config_overrides=_group_overrides())
+        self._megatron = get_megatron_optimizer(settings, list(model.wrapped), config_overrides=_group_overrides())
+
+    @property
+    def kind(self) -> str:
+        """Which Adam is in use: torch's, or a fused one of Apex or Transformer Engine."""
+        adams = [each.optimizer for each in self._megatron.chained_optimizers if each.optimizer is not None]
+        kinds = sorted({f"{type(adam).__module__.partition('.')[0]} {type(adam).__name__}" for adam in adams})
+        return " ".join([*(["distributed"] if self._config.distributed else []), *(kinds or ["nothing trained here"])])
 
     def learning_rate(self, update: int) -> float:
         """Rate of the update with this number, from 1: linear over the first `warmup_updates`, then constant."""
@@ -110,6 +123,7 @@ class Optimizer:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), self._config.clip_norm, total)
         self._megatron.step_with_ready_grads()
         self._megatron.zero_grad()
+        self._model.is_complete = not (self._config.overlap and self._config.distributed)
         self.num_updates += 1
         return UpdateReport(grad_norm=total, grad_norms=norms, learning_rate=rate, num_updates=self.num_updates)
 
@@ -127,22 +141,24 @@ class Optimizer:
     def _owned_gradients(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
         """Gradients that this rank adds to a sum over all ranks, so that each element of the model counts once.
 
-        Copies lie on the tensor ranks (norms, router) and on the data ranks; experts lie on expert ranks, their copies
-        on expert-data ranks. The distributed optimizer has cut the copies over data ranks into shards: all count.
+        Copies lie on the tensor ranks (norms, router), on the data and context ranks, and a tied embedding's on the
+        last stage; experts lie on expert and expert-tensor ranks, their copies on expert-data ranks. The distributed
+        optimizer has cut the copies over data and context ranks into shards: all count.
         """
         parallel, distributed = self._parallel, self._config.distributed
+        is_first = parallel.data_rank == parallel.context_rank == 0
         for group in self._megatron.param_groups:
             if group["part"] == "experts":
                 owned = distributed or parallel.expert_data_rank == 0
             else:
-                owned = (distributed or parallel.data_rank == 0) and (group["cut"] or parallel.tensor_rank == 0)
-            if owned:
+                owned = (distributed or is_first) and (group["cut"] or parallel.tensor_rank == 0)
+            if owned and not group["tied_copy"]:
                 yield from ((group, parameter.grad) for parameter in group["params"] if parameter.grad is not None)
 
     def _blame(self) -> str:
         """Which gradients are not finite: the first on each rank, by name. Every rank says the same."""
-        names = [name for name, parameter in self._model.module.named_parameters() if parameter.requires_grad]
-        gradients = (p.main_grad for p in self._model.module.parameters() if p.requires_grad)
+        names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
+        gradients: Iterator[Any] = (p.main_grad for chunk in self._model.wrapped for p in chunk.params_with_grad)
         bad = [index for index, gradient in enumerate(gradients) if not bool(torch.isfinite(gradient).all())]
         first = torch.tensor([bad[0] if bad else -1, len(bad)], device=next(self._model.parameters()).device)
         found = [torch.empty_like(first) for _ in range(self._parallel.world_size)]
@@ -156,7 +172,8 @@ class Optimizer:
 
 
 def _group_overrides() -> dict[ParamKey, Any]:
-    """Label every parameter: its part, whether tensor-parallel ranks cut it, and no decay on norms, biases, head."""
+    """Label every parameter: its part, whether tensor-parallel ranks cut it, whether it is a last stage's copy of the
+    tied embedding, and no decay on norms, biases, head."""
 
     def key(name: str, matches: Any) -> ParamKey:
         return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
@@ -167,12 +184,18 @@ def _group_overrides() -> dict[ParamKey, Any]:
     overrides: dict[ParamKey, Any] = {key(part, is_part(part)): {"part": part} for part in PARTS}
     overrides[key("cut", lambda parameter, name: _is_cut(parameter))] = {"cut": True}
     overrides[key("copied", lambda parameter, name: not _is_cut(parameter))] = {"cut": False}
+    overrides[key("tied", lambda parameter, name: _is_tied_copy(parameter))] = {"tied_copy": True}
+    overrides[key("own", lambda parameter, name: not _is_tied_copy(parameter))] = {"tied_copy": False}
     overrides[key("no decay", lambda parameter, name: not _decays(parameter, name))] = {"wd_mult": 0.0}
     return overrides
 
 
 def _is_cut(parameter: Tensor) -> bool:
     return bool(getattr(parameter, "tensor_model_parallel", False))
+
+
+def _is_tied_copy(parameter: Tensor) -> bool:
+    return bool(getattr(parameter, "shared", False))
 
 
 def _decays(parameter: Tensor, name: str) -> bool:

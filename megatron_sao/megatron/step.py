@@ -1,8 +1,8 @@
 """What the roles do with a model: a policy update, a value update, values, log-probs. Every rank calls the same.
 
-Inputs are numpy arrays of *this data-parallel rank's* shard, the same on its tensor-parallel peers: a `Shard`
+Inputs are numpy arrays of *this data-parallel rank's* shard, the same on all ranks that share its data: a `Shard`
 (`shard.take_shard` cuts it from a batch) and one number per action token [A] in the shard's order. Results [A] come in
-that order too. Metrics are already reduced over data-parallel ranks: every rank returns the same numbers.
+that order too, on all of these ranks. Metrics are already reduced: every rank returns the same numbers.
 
     model = build_policy(...); load_policy(model, ...); freeze(model, ...)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
@@ -16,9 +16,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_sao.algorithm.diagnostics import (
     POLICY_MAXIMA,
@@ -36,12 +35,12 @@ from megatron_sao.config import OptimizerConfig
 from megatron_sao.megatron.forward import (
     Loss,
     MicroBatch,
-    in_shard_order,
     make_micro_batches,
     run_scoring,
     run_training,
 )
 from megatron_sao.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_logprobs_and_entropy
+from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.optimizer import Optimizer, UpdateReport, wrap
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
@@ -54,17 +53,17 @@ from megatron_sao.types import WeightVersion
 class Trainer:
     """One model with its optimizer and its place among the ranks."""
 
-    model: DistributedDataParallel
+    model: Model
     optimizer: Optimizer
     parallel: Parallel
     platform: Platform
 
     @classmethod
-    def of(cls, model: nn.Module, parallel: Parallel, platform: Platform, config: OptimizerConfig) -> Self:
+    def of(cls, model: Model, parallel: Parallel, platform: Platform, config: OptimizerConfig) -> Self:
         """Wrap a loaded model with its frozen parts set. From here on only `Optimizer.step` changes its parameters."""
-        wrapped = wrap(model, config)
-        optimizer = Optimizer(wrapped, parallel, config)
-        return cls(model=wrapped, optimizer=optimizer, parallel=parallel, platform=platform)
+        wrap(model, config)
+        optimizer = Optimizer(model, parallel, config)
+        return cls(model=model, optimizer=optimizer, parallel=parallel, platform=platform)
 
 
 def policy_update(
@@ -165,10 +164,17 @@ def _train(
     """Gradients of the whole step, and the metric sums and maxima of the whole step under their names."""
     micro_batches = _pack(trainer, shard, columns_A)
     parts = run_training(trainer.model, micro_batches, loss, trainer.platform)
-    sums, maxima = (torch.stack([torch.stack([part[name] for name in group]) for part in parts]) for group in names)
+    sums, maxima = (
+        torch.stack([torch.stack([part[name] for name in group]) for part in parts])
+        if parts
+        else torch.zeros(1, len(group), dtype=torch.float64, device=trainer.platform.device)
+        for group in names
+    )
     total, highest = sums.sum(0), maxima.amax(0)
     dist.all_reduce(total, op=dist.ReduceOp.SUM, group=trainer.parallel.data_group)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=trainer.parallel.data_group)
+    for numbers in (total, highest):
+        _from_last_stage(numbers, trainer.parallel)
     merged = dict(zip((*names[0], *names[1]), (*total.tolist(), *highest.tolist()), strict=True))
     assert merged["tokens"] == shard.num_action_tokens, (
         f"the ranks trained on {merged['tokens']:.0f} action tokens, the step has {shard.num_action_tokens}"
@@ -177,13 +183,26 @@ def _train(
 
 
 def _score(trainer: Trainer, shard: Shard, read: Any) -> NDArray[np.float32]:
-    parts = run_scoring(trainer.model, _pack(trainer, shard, {}), read, trainer.platform)
-    return in_shard_order(shard, parts)
+    """[A] from the ranks that have the states, on every rank that shares the data."""
+    rows = _pack(trainer, shard, {})
+    parts = run_scoring(trainer.model, rows, read, trainer.platform)
+    found = torch.zeros(shard.num_local_action_tokens, device=trainer.platform.device)
+    for row, part in zip(rows, parts, strict=bool(parts)):
+        found[row.places_a] = part.float()
+    dist.all_reduce(found, group=trainer.parallel.context_group)
+    _from_last_stage(found, trainer.parallel)
+    result: NDArray[np.float32] = found.cpu().numpy()
+    return result
+
+
+def _from_last_stage(numbers: Tensor, parallel: Parallel) -> None:
+    """In place: what the last pipeline stage has, on the others too."""
+    if parallel.pipeline_size > 1:
+        dist.broadcast(numbers, group_src=parallel.pipeline_size - 1, group=parallel.pipeline_group)
 
 
 def _pack(trainer: Trainer, shard: Shard, columns_A: Mapping[str, NDArray[Any]]) -> tuple[MicroBatch, ...]:
-    multiple = trainer.parallel.tensor_size
-    return make_micro_batches(shard, columns_A, pad_to_multiple=multiple, platform=trainer.platform)
+    return make_micro_batches(shard, columns_A, parallel=trainer.parallel, platform=trainer.platform)
 
 
 def _lag(shard: Shard, version: WeightVersion) -> NDArray[np.int64]:

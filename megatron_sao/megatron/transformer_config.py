@@ -10,6 +10,7 @@ from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.stages import stage_layers
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -20,6 +21,9 @@ def transformer_config(
     options: dict[str, Any] = dict(ARCHITECTURES[hf.architecture].options)
     if hf.num_experts:
         options |= _moe_options(hf, platform)
+    options |= _pipeline_options(hf, parallel)
+    if recompute == "selective":
+        options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recompute == "full":
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
@@ -42,12 +46,33 @@ def transformer_config(
         tensor_model_parallel_size=parallel.tensor_size,
         sequence_parallel=parallel.sequence_parallel,
         expert_model_parallel_size=parallel.expert_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=parallel.expert_tensor_size,
+        context_parallel_size=parallel.context_size,
         calculate_per_token_loss=True,
         use_cpu_initialization=platform.device.type == "cpu",
         gradient_accumulation_fusion=platform.fused_weight_gradients,
         **options,
     )
+
+
+def _pipeline_options(hf: HFConfig, parallel: Parallel) -> dict[str, Any]:
+    """Stages of `stage_layers`. Forward and backward messages go apart in the interleaved schedule: with two pipeline
+    ranks both neighbours are the same rank, and a message of one batch could be taken for another."""
+    if parallel.pipeline_size == 1:
+        return {}
+    stages = [["decoder"] * len(layers) for layers in stage_layers(hf.num_layers, parallel.num_stages)]
+    stages[0].insert(0, "embedding")
+    stages[-1].append("loss")
+    interleaved = parallel.virtual_stages > 1
+    return {
+        "pipeline_model_parallel_size": parallel.pipeline_size,
+        "virtual_pipeline_model_parallel_size": parallel.virtual_stages if interleaved else None,
+        "pipeline_model_parallel_layout": stages,
+        "variable_seq_lengths": True,
+        "deallocate_pipeline_outputs": True,
+        "overlap_p2p_comm": interleaved,
+        "batch_p2p_comm": not interleaved,
+    }
 
 
 def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
@@ -65,6 +90,7 @@ def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
 
 
 def check_layout(hf: HFConfig, parallel: Parallel) -> None:
+    """Raises ValueError for sizes that do not divide the model's, with those that would."""
     tensor, expert = parallel.tensor_size, parallel.expert_size
     sizes = {"attention heads": hf.num_heads, "vocabulary": hf.vocab_size}
     if not all(hf.is_moe_layer):
@@ -76,12 +102,19 @@ def check_layout(hf: HFConfig, parallel: Parallel) -> None:
         raise ValueError(
             f"tensor = {tensor} is neither a divisor nor a multiple of the {hf.num_kv_heads} key-value heads"
         )
-    if expert > 1 and not hf.num_experts:
-        raise ValueError(f"expert = {expert}, but {hf.architecture} has no experts: expert = 1 is the only choice")
+    for name, count in (("expert", expert), ("expert_tensor", parallel.expert_tensor_size)):
+        if count > 1 and not hf.num_experts:
+            raise ValueError(f"{name} = {count}, but {hf.architecture} has no experts: {name} = 1 is the only choice")
     if hf.num_experts and hf.num_experts % expert:
         raise ValueError(
             f"expert = {expert} does not divide the {hf.num_experts} experts: {_working(hf.num_experts)} would"
         )
+    if hf.expert_ffn_size % parallel.expert_tensor_size:
+        raise ValueError(
+            f"expert_tensor = {parallel.expert_tensor_size} does not divide the experts' feed-forward size, "
+            f"{hf.expert_ffn_size}: {_working(hf.expert_ffn_size)} would"
+        )
+    stage_layers(hf.num_layers, parallel.num_stages)
 
 
 def _working(size: int) -> str:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import JsonValue
 
@@ -64,18 +64,23 @@ class TrainedRole:
     def describe(self) -> dict[str, JsonValue]:
         """Which code paths are in use, and how large things are. The first lines of a run's log."""
         parallel, platform = self.trainer.parallel, self.trainer.platform
-        model: Any = self.trainer.model.module
-        sizes = f"tensor {parallel.tensor_size}, expert {parallel.expert_size}, data {parallel.data_size}"
-        te, distributed = platform.transformer_engine, self.trainer.model.ddp_config.use_distributed_optimizer
+        model, te = self.trainer.model, platform.transformer_engine
+        names = ("tensor", "context", "expert", "expert_tensor", "expert_data", "pipeline", "data")
+        sizes = {name: getattr(parallel, f"{name}_size") for name in names}
+        sizes |= {"virtual_stages": parallel.virtual_stages}
         return {
             "model": model.hf_config.architecture,
             "role": self._role,
-            "layout": f"{parallel.world_size} ranks: {sizes}",
+            "layout": f"{parallel.world_size} ranks: {', '.join(f'{name} {size}' for name, size in sizes.items())}",
+            "sequence_parallel": parallel.sequence_parallel,
             "device": platform.device.type,
             "backend": platform.backend,
             "layer_spec": "transformer_engine" if te else "local",
             "attention": "packed rows (thd)" if te else "dense with a block-diagonal causal mask",
-            "optimizer": "distributed adam" if distributed else "adam",
+            "optimizer": self.trainer.optimizer.kind,
+            "overlap": model.wrapped[0].ddp_config.overlap_grad_reduce,
+            "recompute": model.config.recompute_granularity or "none",
+            "fused_weight_gradients": platform.fused_weight_gradients,
             "dispatcher": model.config.moe_token_dispatcher_type if model.config.num_moe_experts else "none (dense)",
             "dtype": str(model.config.params_dtype).removeprefix("torch."),
             **asdict(self._frozen),
@@ -85,5 +90,4 @@ class TrainedRole:
         LOG.info("%s", ", ".join(f"{key} {value}" for key, value in self.describe().items()))
 
     def _export(self, directory: Path) -> None:
-        model: Any = self.trainer.model.module
-        export(model, self._source_directory, directory, self.trainer.parallel, role=self._role)
+        export(self.trainer.model, self._source_directory, directory, self.trainer.parallel, role=self._role)

@@ -34,7 +34,7 @@ class Publishable:
     spec: TensorSpec
     trained: bool
     is_buffer: bool  # published although no parameter, e.g. a router's correction bias
-    owner: int = 0  # rank of the actor that holds all of it (an expert), else 0
+    owner: int = 0  # the first rank of the actor that holds it or a shard of it
 
 
 def tensor_bytes(spec: TensorSpec) -> int:

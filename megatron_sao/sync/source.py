@@ -26,7 +26,7 @@ class MegatronSource:
                 ),
                 trained=tensor.trained,
                 is_buffer=tensor.is_buffer,
-                owner=tensor.expert_rank or 0,  # the first expert-parallel group is the first ranks
+                owner=tensor.owner,
             )
             for tensor in hf_tensors(self._model, self._parallel)
         )

@@ -61,11 +61,11 @@ class BareLoop:
         load(model, spec.directory, parallel)
         freeze(model, parallel, spec.freeze)
         trainer = Trainer.of(model, parallel, platform, spec.optimizer)
-        self._model, self._optimizer = trainer.model, trainer.optimizer
+        (self._model,), self._optimizer = trainer.model.wrapped, trainer.optimizer
         self._spec = spec
         self._rows = [Prepared(row, platform) for row in read_rows(Path(spec.rows))]
         self._counts = dict.fromkeys(Work.model_fields, 0)
-        model.register_forward_hook(self._count_forward)
+        self._model.register_forward_hook(self._count_forward)
 
     def step(self) -> Done:
         """One step's work of this role, counted where it happens."""

@@ -131,8 +131,9 @@ class Binding:
 
     hf_names: tuple[str, ...]
     hf_shapes: tuple[Shape, ...]
-    megatron_names: tuple[str, ...]  # alternatives, as the owning rank names it
+    megatron_names: tuple[str, ...]  # alternatives, as the owning rank's `Model` names it
     layout: Layout
+    layer: int  # in whose pipeline stage it lies: before the layers with the first, after them with the last
     expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
 
     def find(self, names: Mapping[str, Any]) -> str:
@@ -156,7 +157,7 @@ def _bind(_: str, tensors: tuple[TensorKind, ...], config: HFConfig, expert_size
     bindings = [_binding(kind, config, expert_size) for kind in head]
     for layer in range(config.num_layers):
         bindings += _bind_layer(in_layer, config, expert_size, layer)
-    return tuple(bindings + [_binding(kind, config, expert_size) for kind in tail])
+    return tuple(bindings + [_binding(kind, config, expert_size, layer=config.num_layers - 1) for kind in tail])
 
 
 def _bind_layer(kinds: Sequence[TensorKind], config: HFConfig, expert_size: int, layer: int) -> list[Binding]:
@@ -186,6 +187,7 @@ def _binding(
         hf_shapes=tuple(tuple(sizes[dim] for dim in dims) for _, dims in kind.hf),
         megatron_names=tuple(name.format(layer=layer, expert=local) for name in kind.megatron),
         layout=kind.layout,
+        layer=layer,
         expert_rank=None if expert is None else owner,
     )
 

@@ -16,16 +16,23 @@ from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding, Shape, bind
 from megatron_sao.megatron.parallel import Parallel
 
+EMBEDDING = "embedding.word_embeddings.weight"
 _LEAST_S = 0.001  # of a wait: torch takes 0 for its default
 
 
 class MappedModel(Protocol):
-    """A Megatron model (without DDP around it) that knows which HF checkpoint it is."""
+    """What this rank holds of a Megatron model, without DDP around it, that knows which HF checkpoint it is."""
 
     hf_config: HFConfig
     frozen_hf_names: frozenset[str]
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """By Megatron's names, layers counted through the whole model; a copy of the tied embedding by its name."""
+        ...
+
+    def complete(self) -> None:
+        """Bring in what an overlapped optimizer has not gathered yet. Collective."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +44,7 @@ class HFTensor:
     dtype: torch.dtype  # as the model holds it
     is_buffer: bool
     trained: bool
-    expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
+    owner: int  # the first global rank that holds it, or its first shard
 
 
 def bindings_of(model: MappedModel, parallel: Parallel) -> tuple[Binding, ...]:
@@ -58,7 +65,7 @@ def hf_tensors(model: MappedModel, parallel: Parallel) -> tuple[HFTensor, ...]:
             dtype=torch.float32 if name == VALUE_HEAD else dtype,
             is_buffer=False,
             trained=name not in model.frozen_hf_names,
-            expert_rank=binding.expert_rank,
+            owner=_holders(binding, model.hf_config, parallel)[0],
         )
         for binding in bindings_of(model, parallel)
         for name, shape in zip(binding.hf_names, binding.hf_shapes, strict=True)
@@ -72,7 +79,7 @@ def parameter_hf_names(model: MappedModel, parallel: Parallel) -> dict[str, tupl
         AssertionError: a parameter that the architecture's table does not name: it would never be saved or published.
     """
     parameters = dict(model.named_parameters())
-    local = [binding for binding in bindings_of(model, parallel) if is_local(binding, parallel)]
+    local = [binding for binding in bindings_of(model, parallel) if is_local(binding, model.hf_config, parallel)]
     names = {binding.find(parameters): binding.hf_names for binding in local}
     unnamed = sorted(parameters.keys() - names.keys())
     assert not unnamed, f"the table of {model.hf_config.architecture} does not name these parameters: {unnamed}"
@@ -84,14 +91,25 @@ def parameter_dtype(model: MappedModel) -> torch.dtype:
     return next(parameter.dtype for name, parameter in model.named_parameters() if name != VALUE_HEAD)
 
 
-def is_local(binding: Binding, parallel: Parallel) -> bool:
-    """Whether this rank holds the tensor, or a shard of it."""
-    return binding.expert_rank is None or binding.expert_rank == parallel.expert_rank
+def is_local(binding: Binding, config: HFConfig, parallel: Parallel) -> bool:
+    """Whether this rank holds the tensor, a shard of it, or the last stage's copy of the tied embedding."""
+    if binding.expert_rank not in (None, parallel.expert_rank):
+        return False
+    owner = parallel.pipeline_rank_of(binding.layer, config.num_layers)
+    has_copy = _is_copied(binding, config) and parallel.pipeline_rank == parallel.pipeline_size - 1
+    return has_copy or parallel.pipeline_rank == owner
+
+
+def _is_copied(binding: Binding, config: HFConfig) -> bool:
+    """Whether the output layer of a policy is this tensor too: on a stage of its own Megatron keeps a copy of it."""
+    return config.tied_embeddings and config.role == "policy" and EMBEDDING in binding.megatron_names
 
 
 def shard_place(binding: Binding, parallel: Parallel) -> tuple[int, int]:
-    """(rank, size) of this rank's shard. Experts are not cut by tensor parallelism."""
-    return (0, 1) if binding.expert_rank is not None else (parallel.tensor_rank, parallel.tensor_size)
+    """(rank, size) of this rank's shard."""
+    if binding.expert_rank is not None:
+        return parallel.expert_tensor_rank, parallel.expert_tensor_size
+    return parallel.tensor_rank, parallel.tensor_size
 
 
 def gather(
@@ -124,7 +142,7 @@ class Shards:
     """
 
     def __init__(self, model: MappedModel, parallel: Parallel) -> None:
-        self._config, self._parallel = model.hf_config, parallel
+        self._model, self._config, self._parallel = model, model.hf_config, parallel
         self._parameters = dict(model.named_parameters())
         self._bindings = {name: binding for binding in bindings_of(model, parallel) for name in binding.hf_names}
 
@@ -146,6 +164,7 @@ class Shards:
             ValueError: a name that the model does not have.
             RuntimeError: not all pieces were there within `timeout_s` (None: the group's own deadline for each).
         """
+        self._model.complete()
         own_rank, num_bytes, wanted = self._parallel.rank, 0, frozenset(names)
         end_s = None if timeout_s is None else time.monotonic() + timeout_s
         for binding in self._needed(names):
@@ -159,7 +178,10 @@ class Shards:
         return num_bytes
 
     def copy_own(self, names: Sequence[str], wholes: Mapping[str, Tensor]) -> int:
-        """Copy the pieces that this rank itself holds to their places in `wholes`. Returns the bytes written."""
+        """Copy the pieces that this rank itself holds to their places in `wholes`. Returns the bytes written.
+
+        After a `receive` of them, which makes sure that an overlapped optimizer has brought them in.
+        """
         wanted = frozenset(names)
         num_bytes = 0
         for binding in self._needed(names):
@@ -176,7 +198,7 @@ class Shards:
 
     def _shards(self, binding: Binding) -> Iterator[tuple["_Shard", int]]:
         """Each shard of the tensor, and the global rank that holds it."""
-        holders = _holders(binding, self._parallel)
+        holders = _holders(binding, self._config, self._parallel)
         for rank, holder in enumerate(holders):
             yield _Shard(binding, self._config, rank, len(holders)), holder
 
@@ -207,11 +229,13 @@ class _Shard:
         }
 
 
-def _holders(binding: Binding, parallel: Parallel) -> range:
+def _holders(binding: Binding, config: HFConfig, parallel: Parallel) -> range:
     """Global ranks that hold the model's first copy of the tensor, in the order of its shards."""
+    first = parallel.first_rank(parallel.pipeline_rank_of(binding.layer, config.num_layers))
     if binding.expert_rank is not None:
-        return range(binding.expert_rank, binding.expert_rank + 1)
-    return range(1) if binding.layout.dim is None else range(parallel.tensor_size)
+        first += binding.expert_rank * parallel.expert_tensor_size
+        return range(first, first + parallel.expert_tensor_size)
+    return range(first, first + (1 if binding.layout.dim is None else parallel.tensor_size))
 
 
 def _copy(pieces: Mapping[str, Tensor], places: Mapping[str, Tensor]) -> int:
