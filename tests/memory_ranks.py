@@ -85,11 +85,11 @@ def _measure(rank: int, directory: Path, case: Case) -> Held:
     with LiveBytes() as live:
         _update(trainer, shard, case.role)
     return Held(
-        parameters=storage_bytes(trainer.model.module.parameters()),
-        gradients=storage_bytes(b.grad_data for b in trainer.model.buffers + trainer.model.expert_parallel_buffers),
+        parameters=storage_bytes(trainer.model.parameters()),
+        gradients=storage_bytes(b.grad_data for chunk in trainer.model.wrapped for b in chunk.buffers + chunk.expert_parallel_buffers),
         optimizer=optimizer_bytes(trainer),
         activations=live.peak + storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
-        pipeline_rank=getattr(trainer.parallel, "pipeline_rank", 0),
+        pipeline_rank=trainer.parallel.pipeline_rank,
     )
 
 
@@ -97,7 +97,7 @@ def rows_of(trainer: Trainer, num_tokens: int, num_rows: int) -> Shard:
     """Rows of one trajectory each, all of it actions but the first token."""
     total = num_tokens * num_rows
     is_action = np.arange(total) % num_tokens > 0
-    vocab_size = trainer.model.module.hf_config.vocab_size
+    vocab_size = trainer.model.hf_config.vocab_size
     return Shard(
         offsets=np.arange(0, total + 1, num_tokens),
         token_ids=np.random.default_rng(3).integers(0, vocab_size, total).astype(np.int32),
@@ -125,7 +125,7 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 def optimizer_bytes(trainer: Trainer) -> int:
     """Moments and main parameters. Main parameters that are views of the model's are the model's."""
-    own = {parameter.untyped_storage()._cdata for parameter in trainer.model.module.parameters()}
+    own = {parameter.untyped_storage()._cdata for parameter in trainer.model.parameters()}
     tensors: list[torch.Tensor] = []
     for chained in trainer.optimizer._megatron.chained_optimizers:
         for parameter, state in chained.optimizer.state.items():
