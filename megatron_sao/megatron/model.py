@@ -61,9 +61,12 @@ class PolicyModel(GPTModel):
     frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row."""
+        """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row.
+
+        So does latent attention, which makes its angles itself; only differences of places reach its scores.
+        """
         outputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
-        if kwargs.get("packed_seq_params") is None:
+        if kwargs.get("packed_seq_params") is None and outputs[1] is not None:
             outputs[1] = outputs[1][position_ids[0]]
         return tuple(outputs)
 
@@ -125,7 +128,8 @@ def _build(
         vocab_size=hf.vocab_size,
         max_sequence_length=hf.max_positions,
         position_embedding_type="rope",
-        rotary_base=hf.rope_theta,
+        rotary_base=hf.rope.theta,
+        rotary_percent=hf.rope.fraction,
         share_embeddings_and_output_weights=hf.tied_embeddings,
         parallel_output=True,
     )
