@@ -12,12 +12,11 @@ from typing import Literal
 from megatron_sao.config import Config, RoleConfig, load
 from megatron_sao.controller.report import write_atomically
 from megatron_sao.megatron.mapping.architectures import read_hf_config
+from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import (
-    Counts,
     StageMemory,
     advice,
-    count_parameters,
     largest_tensor_bytes,
     role_memory,
     serving_memory,
@@ -67,7 +66,7 @@ class RolePlan:
 class Plan:
     config: Config
     hf: HFConfig
-    counts: Counts
+    counts: NumParameters
     roles: tuple[RolePlan, ...]
 
     @property
@@ -111,7 +110,7 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
     return Plan(
         config=config,
         hf=policy,
-        counts=count_parameters(policy),
+        counts=num_parameters(policy),
         roles=(
             _trained("actor", config, config.actor, policy, config.actor.freeze),
             _trained("critic", config, config.critic, critic, freeze_patterns(config.critic)),
@@ -195,7 +194,7 @@ def write_json(plan: Plan, path: Path) -> None:
         "architecture": plan.hf.architecture,
         "params_total": plan.counts.total,
         "params_active": plan.counts.active,
-        "params_carried": plan.counts.carried,
+        "params_mtp": plan.counts.mtp,
         "gpu": plan.config.cluster.gpu,
         "gpu_bytes": GPU_BYTES[plan.config.cluster.gpu],
         "gpus": plan.num_gpus,

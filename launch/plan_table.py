@@ -41,7 +41,9 @@ def _bytes_table(plan: Plan) -> Table:
 def _holdings_table(plan: Plan) -> Table:
     table = Table(title="Which rank holds what", title_justify="left")
     for heading in ("role", "ranks", "layers", "besides", "parameters on a GPU", "of these frozen", "GiB"):
-        table.add_column(heading, justify="right" if heading in ("parameters on a GPU", "of these frozen", "GiB") else "left")
+        table.add_column(
+            heading, justify="right" if heading in ("parameters on a GPU", "of these frozen", "GiB") else "left"
+        )
     for role in plan.roles:
         for rank, stage in enumerate(role.stages):
             each = role.num_gpus // len(role.stages)
@@ -66,7 +68,10 @@ def _besides(role: RolePlan, rank: int) -> str:
 def _assumptions(plan: Plan) -> list[str]:
     config, hf = plan.config, plan.hf
     engine = plan.roles[-1]
-    lines = [_shards(plan, name, layout) for name, layout in (("actor", config.actor.layout), ("critic", config.critic.layout))]
+    lines = [
+        _shards(plan, name, layout)
+        for name, layout in (("actor", config.actor.layout), ("critic", config.critic.layout))
+    ]
     lines.append(
         f"engine: {engine.kv_tokens:,} tokens of KV cache, {engine.kv_tokens / config.rollout.max_episode_tokens:.1f} "
         "episodes of the greatest length at once"

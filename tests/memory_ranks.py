@@ -86,7 +86,9 @@ def _measure(rank: int, directory: Path, case: Case) -> Held:
         _update(trainer, shard, case.role)
     return Held(
         parameters=storage_bytes(trainer.model.parameters()),
-        gradients=storage_bytes(b.grad_data for chunk in trainer.model.wrapped for b in chunk.buffers + chunk.expert_parallel_buffers),
+        gradients=storage_bytes(
+            b.grad_data for chunk in trainer.model.wrapped for b in chunk.buffers + chunk.expert_parallel_buffers
+        ),
         optimizer=optimizer_bytes(trainer),
         activations=live.peak + storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
         pipeline_rank=trainer.parallel.pipeline_rank,

@@ -2,7 +2,6 @@
 
 Counted per token and layer from what autograd saves in Megatron-core 0.16.1: with the local spec as measured on a CPU
 (attention scores are quadratic there), with Transformer Engine's as read in its source and in Megatron's (not run).
-Letters: h hidden size, q and kv width of all query and key-value heads, f width of an expert, k experts per token.
 """
 
 from dataclasses import dataclass
@@ -116,31 +115,53 @@ def _norms(hf: HFConfig, way: Pass) -> int:
     return 2 * hf.hidden_size * way.shard * (2 * way.item_bytes if way.transformer_engine else local)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Widths:
+    """Numbers per token of one layer's attention, over all heads."""
+
+    q: int
+    k: int
+    v: int
+    latent: int  # that every tensor rank computes whole: compressed queries, keys and values, before and after norms
+
+
+def _widths(hf: HFConfig) -> _Widths:
+    if hf.kv_lora_rank:  # every head has its own key, in which the rotated part is repeated
+        q = hf.num_heads * (hf.nope_head_dim + hf.rope_head_dim)
+        latent = 2 * (hf.q_lora_rank + hf.kv_lora_rank) + hf.rope_head_dim
+        return _Widths(q=q, k=q, v=hf.num_heads * hf.value_head_dim, latent=latent)
+    kv = hf.num_kv_heads * hf.head_dim
+    return _Widths(q=hf.num_heads * hf.head_dim, k=kv, v=kv, latent=0)
+
+
 def _te_attention(hf: HFConfig, way: Pass) -> _Layer:
-    """linear_qkv's output (which the q and k norms read), rotated q and k, the output and its log-sum-exp."""
-    q, kv = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim
+    """Projections (which norms read, or whose parts are joined to keys), rotated q and k, output, its log-sum-exp."""
+    w, b = _widths(hf), way.item_bytes
     numbers = way.row // way.layout.tensor
-    kept = numbers * ((3 * q + 3 * kv) * way.item_bytes + hf.num_heads * 2 * _FLOAT32)
-    return _Layer(kept=kept, scores=0, working=numbers * (2 * q + 4 * kv) * way.item_bytes)
+    output = w.v if hf.kv_lora_rank else w.q
+    kept = numbers * ((2 * w.q + 2 * w.k + w.v + output) * b + hf.num_heads * 2 * _FLOAT32)
+    working = numbers * (w.q + w.k + w.v + output) * b  # gradients, and keys and values from other context ranks
+    return _Layer(kept=kept + way.shard * w.latent * b, scores=0, working=working + numbers * (w.k + w.v) * b)
 
 
 def _local_attention(hf: HFConfig, way: Pass) -> _Layer:
     """As Transformer Engine's, with float32 copies by the norms, keys and values repeated for each head, and scores."""
-    q, kv, d = hf.num_heads * hf.head_dim, hf.num_kv_heads * hf.head_dim, hf.head_dim
-    is_float32 = way.item_bytes == _FLOAT32
-    per_token = 4 * (7 * q + 3 * kv) if is_float32 else 6 * (q + kv) + 8 * q
-    table = 4 * d * way.item_bytes * way.row
+    w, b = _widths(hf), way.item_bytes
+    is_float32 = b == _FLOAT32
+    per_token = 4 * (7 * w.q + 2 * w.k + w.v) if is_float32 else 6 * (w.q + w.k) + 8 * w.q
+    table = 4 * (hf.head_dim or hf.rope_head_dim) * b * way.row
     pairs = way.row * way.row * hf.num_heads // way.layout.tensor
     scores = pairs * (4 if is_float32 else 6)
-    kept = way.row * per_token // way.layout.tensor + table + scores
+    kept = way.row * per_token // way.layout.tensor + way.shard * w.latent * b + table + scores
     return _Layer(kept=kept, scores=scores, working=pairs * (12 if is_float32 else 8))
 
 
 def _experts(hf: HFConfig, way: Pass) -> _Layer:
-    """Sorted inputs, and inside an expert: gate and up, silu(gate), up again, their product, and that by the weight."""
+    """k copies of a token, sorted, and inside an expert of width f: gate and up, silu(gate), up again, their product, and that by the weight."""
     k, b, f = hf.experts_per_token, way.item_bytes, hf.expert_ffn_size // way.layout.expert_tensor
     router = way.shard * hf.num_experts * (2 * _FLOAT32 + 2)
-    kept = way.routed * k * (hf.hidden_size + 6 * f) * b + router
+    shared = _mlp(way, hf.num_shared_experts * hf.expert_ffn_size).kept
+    kept = way.routed * k * (hf.hidden_size + 6 * f) * b + router + shared
     return _Layer(kept=kept, scores=0, working=way.routed * k * (3 * hf.hidden_size + f) * b)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig, Role, read_json
-from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
+from megatron_sao.megatron.mapping.rows import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding
 from megatron_sao.megatron.mapping.transfer import (
     HFTensor,

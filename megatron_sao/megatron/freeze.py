@@ -41,7 +41,7 @@ def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> F
         ValueError: a pattern that matches nothing, nothing left to train, or a Megatron tensor (such as the fused
             query, key and value) of which one HF part is frozen and another trained.
     """
-    tensors = hf_tensors(model, parallel)
+    tensors = [tensor for tensor in hf_tensors(model, parallel) if not tensor.is_buffer]  # no parameters
     frozen = matching_names([tensor.name for tensor in tensors], patterns)
     if len(frozen) == len(tensors):
         raise ValueError(f"the freeze patterns {list(patterns)} leave nothing to train: freeze less")

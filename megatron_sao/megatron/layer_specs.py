@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,8 +27,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
 
 
+class LatentCoreAttention(DotProductAttention):
+    """Megatron's local attention with heads whose values are of another size than queries and keys."""
+
+    def __init__(self, *args: Any, k_channels: int, v_channels: int, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        heads = self.num_attention_heads_per_partition
+        assert self.hidden_size_per_partition == heads * v_channels, "config.kv_channels is the size of a value"
+
+
 def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
-    """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`."""
+    """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`.
+
+    The local spec gets our norm, and for latent attention a core and down projections that every rank has whole.
+
+    Megatron's own local spec cuts the down projections' outputs over tensor-parallel ranks. Then the gradient of the
+    rotated part of the keys, which every rank computes from its own heads, is never summed.
+    """
     specs = get_gpt_decoder_block_spec(
         config, platform.transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -35,7 +52,11 @@ def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int 
     for layer in specs.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = RMSNorm
+        if config.multi_latent_attention:
+            attention.core_attention = LatentCoreAttention
+            attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     specs.layer_norm = RMSNorm
     return specs
 

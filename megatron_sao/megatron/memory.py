@@ -15,8 +15,8 @@ from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pas
 from megatron_sao.megatron.freeze import check_whole, matching_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
-from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
-from megatron_sao.megatron.mapping.table import Binding, bind
+from megatron_sao.megatron.mapping.rows import VALUE_HEAD
+from megatron_sao.megatron.mapping.table import Binding, bind, carried
 from megatron_sao.megatron.stages import stage_layers
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -24,15 +24,6 @@ _GRADIENT_BYTES = 4
 _MOMENT_BYTES = 8
 _TENSOR_ALIGNMENT = 64  # numbers; so are the next
 _BUCKET_ALIGNMENT = 128
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """Parameters of a whole model, as numbers. Tensors that are carried through untouched apart."""
-
-    total: int
-    active: int  # that one token meets: all but the experts which it does not choose
-    carried: int  # in the checkpoint besides: layers of multi-token prediction, which are not trained
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,14 +51,6 @@ class StageMemory:
     @property
     def total_bytes(self) -> int:
         return sum(self.parts.values())
-
-
-def count_parameters(hf: HFConfig) -> Counts:
-    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
-    total = sum(map(_numel, bindings))
-    experts = sum(_numel(binding) for binding in bindings if binding.expert_rank is not None)
-    idle = experts * (hf.num_experts - hf.experts_per_token) // hf.num_experts if experts else 0
-    return Counts(total=total, active=total - idle, carried=0)
 
 
 def role_memory(
@@ -129,20 +112,30 @@ def _gib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServingMemory:
-    """Bytes on each GPU of an engine whose tensor-parallel ranks cut everything that can be cut."""
+    """Bytes on each GPU of an engine."""
 
     weight_bytes: int
     kv_bytes_per_token: int
 
 
 def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
-    """SGLang holds the weights in their type, and keys and values of every layer; fewer heads than ranks are copied."""
+    """SGLang cuts what can be cut, and gives each rank a key-value head of its own or a copy of one. Of latent
+    attention every rank keeps the whole latent; of an indexer, keys of 8 bits and a scale."""
     item_bytes = ITEM_BYTES[dtype]
-    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
-    weights = sum(_numel(b) // (1 if b.layout.dim is None else tensor) * _item_bytes(b, item_bytes) for b in bindings)
-    heads = max(1, hf.num_kv_heads // tensor)
+    architecture = ARCHITECTURES[hf.architecture]
+    weights = sum(
+        _numel(b) // (1 if b.layout.dim is None else tensor) * _item_bytes(b, item_bytes)
+        for b in bind(architecture, hf, 1)
+    )
+    indexers = sum(math.prod(tensor.shape) for tensor in carried(architecture, hf) if tensor.layer < hf.num_layers)
+    if hf.kv_lora_rank:
+        numbers = hf.kv_lora_rank + hf.rope_head_dim
+    else:
+        numbers = max(1, hf.num_kv_heads // tensor) * 2 * hf.head_dim
+    index_bytes = sum(hf.has_indexer) * (hf.index_head_dim + 4)
     return ServingMemory(
-        weight_bytes=weights, kv_bytes_per_token=hf.num_layers * heads * 2 * hf.head_dim * item_bytes
+        weight_bytes=weights + indexers * item_bytes,
+        kv_bytes_per_token=hf.num_layers * numbers * item_bytes + index_bytes,
     )
 
 
@@ -168,7 +161,8 @@ def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]
 
 def _frozen(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
     bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
-    frozen = matching_names([name for binding in bindings for name in binding.hf_names], freeze)
+    names = [name for binding in bindings if not binding.is_buffer for name in binding.hf_names]
+    frozen = matching_names(names, freeze)
     check_whole(bindings, frozen)
     return frozen
 
@@ -177,16 +171,16 @@ def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, froz
     """Megatron puts tensors of one type and one data-parallel group into one buffer."""
     layout, distributed = config.layout, config.optimizer.distributed
     buffers: dict[tuple[bool, int], list[int]] = {}
-    num_parameters = num_frozen = frozen_bytes = 0
+    num_parameters = num_frozen = constant_bytes = 0
     for binding in bindings:
         numel, size = _local_numel(binding, layout), _item_bytes(binding, item_bytes)
         num_parameters += numel
-        if binding.hf_names[0] in frozen:
+        if binding.is_buffer or binding.hf_names[0] in frozen:
             num_frozen += numel
-            frozen_bytes += numel * size
+            constant_bytes += numel * size
         else:
             buffers.setdefault((binding.expert_rank is not None, size), []).append(numel)
-    parameter_bytes, gradient_bytes, optimizer_bytes = frozen_bytes, 0, 0
+    parameter_bytes, gradient_bytes, optimizer_bytes = constant_bytes, 0, 0
     for (is_expert, size), numels in buffers.items():
         ranks = layout.expert_data if is_expert else layout.data * layout.context
         shards = ranks if distributed else 1
@@ -225,5 +219,5 @@ def _local_numel(binding: Binding, layout: LayoutConfig) -> int:
 
 
 def _item_bytes(binding: Binding, item_bytes: int) -> int:
-    """The value head is float32 in every model."""
-    return 4 if binding.hf_names == (VALUE_HEAD,) else item_bytes
+    """Buffers and the value head are float32 in every model."""
+    return 4 if binding.is_buffer or binding.hf_names == (VALUE_HEAD,) else item_bytes

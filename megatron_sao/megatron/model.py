@@ -68,9 +68,12 @@ class PolicyModel(GPTModel):
     """
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row."""
+        """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row.
+
+        So does latent attention, which makes its angles itself; only differences of places reach its scores.
+        """
         outputs = list(super()._preprocess(input_ids, position_ids, *args, **kwargs))
-        if kwargs.get("packed_seq_params") is None:
+        if kwargs.get("packed_seq_params") is None and outputs[1] is not None:
             outputs[1] = outputs[1][position_ids[0]]
         return tuple(outputs)
 
@@ -119,6 +122,12 @@ class Model:
         for chunk in self.chunks:
             for name, parameter in chunk.named_parameters():
                 yield self._whole_name(chunk, name), parameter
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """By Megatron's names, layers counted through the whole model."""
+        for chunk in self.chunks:
+            for name, buffer in chunk.named_buffers():
+                yield self._whole_name(chunk, name), buffer
 
     def complete(self) -> None:
         """Bring in what an overlapped optimizer has not gathered yet; else the next forward does. Collective."""
@@ -182,7 +191,8 @@ def _build(
             pre_process=stage == 0,
             post_process=stage == parallel.num_stages - 1,
             position_embedding_type="rope",
-            rotary_base=hf.rope_theta,
+            rotary_base=hf.rope.theta,
+            rotary_percent=hf.rope.fraction,
             share_embeddings_and_output_weights=hf.tied_embeddings,
             parallel_output=True,
             vp_stage=vp_stage,

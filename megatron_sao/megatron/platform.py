@@ -13,6 +13,7 @@ from typing import Any, Literal
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
 
 _CPU = torch.device("cpu")
@@ -144,6 +145,7 @@ def _stand_in_for_cuda_random_states() -> None:
 def _complete_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # named without Transformer Engine, but defined only with it
         moe_utils.te_general_gemm = None
+    multi_latent_attention.HAVE_TE = False  # true whenever its names can be imported; isinstance() of them then fails
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
 
 

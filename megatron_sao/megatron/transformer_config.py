@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -18,7 +18,10 @@ Recompute = Literal["none", "selective", "full"]
 def transformer_config(
     hf: HFConfig, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute
 ) -> TransformerConfig:
-    options: dict[str, Any] = dict(ARCHITECTURES[hf.architecture].options)
+    options: dict[str, Any] = {
+        "kv_channels": hf.head_dim,
+        **ARCHITECTURES[hf.architecture].options(hf),
+    }
     if hf.num_experts:
         options |= _moe_options(hf, platform)
     options |= _pipeline_options(hf, parallel)
@@ -26,12 +29,12 @@ def transformer_config(
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     if recompute == "full":
         options |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
+    kind = MLATransformerConfig if hf.kv_lora_rank else TransformerConfig
+    return kind(
         num_layers=hf.num_layers,
         hidden_size=hf.hidden_size,
         num_attention_heads=hf.num_heads,
         num_query_groups=hf.num_kv_heads,
-        kv_channels=hf.head_dim,
         ffn_hidden_size=hf.ffn_size,
         normalization="RMSNorm",
         layernorm_epsilon=hf.norm_eps,
@@ -95,6 +98,8 @@ def check_layout(hf: HFConfig, parallel: Parallel) -> None:
     sizes = {"attention heads": hf.num_heads, "vocabulary": hf.vocab_size}
     if not all(hf.is_moe_layer):
         sizes["feed-forward size"] = hf.ffn_size
+    if hf.num_shared_experts:
+        sizes["shared experts' size"] = hf.sizes["shared_ffn"]
     for what, size in sizes.items():
         if size % tensor:
             raise ValueError(f"tensor = {tensor} does not divide the {what}, {size}: {_working(size)} would")

@@ -1,10 +1,12 @@
 """What a model's `config.json` says, as one record for all architectures."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
+
+from megatron_sao.megatron.mapping.rope import Rope
 
 Role = Literal["policy", "critic"]
 
@@ -16,22 +18,43 @@ class HFConfig:
     architecture: str  # "Qwen3MoeForCausalLM"
     role: Role  # "critic": exported by this package, with a value head instead of lm_head
     dtype: str | None  # of the checkpoint, "bfloat16"
+    quantization: str | None = None  # "fp8": such weights are not read
     num_layers: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_positions: int
     norm_eps: float
-    rope_theta: float
+    rope: Rope
     tied_embeddings: bool
     is_moe_layer: tuple[bool, ...]  # [num_layers]
     ffn_size: int  # of a dense layer
+    # grouped-query attention
+    head_dim: int = 0
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    # latent attention (MLA); kv_lora_rank 0: the model has the other kind
+    q_lora_rank: int = 0
+    kv_lora_rank: int = 0
+    nope_head_dim: int = 0  # of queries and keys, without position
+    rope_head_dim: int = 0
+    value_head_dim: int = 0
+    # sparse attention (DSA): an indexer chooses index_topk tokens; layers without one use the last choice
+    index_topk: int = 0
+    index_num_heads: int = 0
+    index_head_dim: int = 0
+    has_indexer: tuple[bool, ...] = ()  # [num_layers]
+    # experts
     num_experts: int = 0  # 0: no layer has experts
     expert_ffn_size: int = 0
     experts_per_token: int = 0
     renormalize_top_k: bool = True  # the chosen experts' weights sum to 1
+    routed_scale: float = 1.0  # then multiplied by this
+    num_shared_experts: int = 0  # that every token visits, as one MLP
+    num_router_groups: int = 1
+    groups_per_token: int = 1  # the chosen experts lie in so many groups
+    num_mtp_layers: int = 0  # multi-token prediction, after the last layer: on disk, not in the model
     raw: Mapping[str, Any] = field(compare=False, repr=False)  # the file
 
     @property
@@ -40,14 +63,34 @@ class HFConfig:
         return {
             "1": 1,
             "hidden": self.hidden_size,
+            "2 hidden": 2 * self.hidden_size,
             "q": self.num_heads * self.head_dim,
             "kv": self.num_kv_heads * self.head_dim,
             "head": self.head_dim,
+            "q_lora": self.q_lora_rank,
+            "latent_q": self.num_heads * (self.nope_head_dim + self.rope_head_dim),
+            "kv_lora": self.kv_lora_rank,
+            "kv_lora_rope": self.kv_lora_rank + self.rope_head_dim,
+            "latent_kv": self.num_heads * (self.nope_head_dim + self.value_head_dim),
+            "latent_values": self.num_heads * self.value_head_dim,
+            "index_q": self.index_num_heads * self.index_head_dim,
+            "index_head": self.index_head_dim,
+            "index_heads": self.index_num_heads,
             "vocab": self.vocab_size,
             "ffn": self.ffn_size,
             "expert_ffn": self.expert_ffn_size,
+            "shared_ffn": self.num_shared_experts * self.expert_ffn_size,
             "experts": self.num_experts,
         }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Derived:
+    """An attribute of HFConfig that one or several fields give by a rule. `read` raises ValueError for a bad value."""
+
+    attribute: str
+    fields: tuple[str, ...]  # that may be in the file
+    read: Callable[[Mapping[str, Any]], Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,27 +99,22 @@ class ConfigFields:
 
     used: Mapping[str, str]  # HF name -> attribute of HFConfig
     optional: frozenset[str] = frozenset()  # of the used ones: may be absent
+    derived: tuple[Derived, ...]
     fixed: Mapping[str, tuple[Any, ...]]  # HF name -> accepted values; absent is accepted
     inert: frozenset[str]  # without effect on training here
+    layer_type: str = "full_attention"  # of every layer, where layer_types is given
 
     @property
     def known(self) -> frozenset[str]:
-        return frozenset(self.used) | frozenset(self.fixed) | self.inert | _HANDLED.keys()
+        by_rule = frozenset(name for each in self.derived for name in each.fields)
+        return frozenset(self.used) | frozenset(self.fixed) | self.inert | by_rule | _HANDLED
 
 
-_HANDLED: Mapping[str, str] = {  # read by `parse` for every architecture
-    "architectures": "",
-    "role": "",
-    "dtype": "",
-    "torch_dtype": "",
-    "rope_theta": "",
-    "rope_parameters": "",
-    "rope_scaling": "",
-    "layer_types": "",
-    "mlp_only_layers": "",
-    "decoder_sparse_step": "",
-}
+_HANDLED = frozenset(  # read by `parse` for every architecture
+    {"architectures", "role", "dtype", "torch_dtype", "layer_types", "quantization_config"}
+)
 _ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the left one
+_MAY_BE_ZERO = ("num_mtp_layers",)
 
 
 def read_json(directory: Path) -> dict[str, Any]:
@@ -112,70 +150,60 @@ def parse(raw: Mapping[str, Any], *, source: Path, fields: ConfigFields) -> HFCo
         ValueError: unknown field, missing field, value of the wrong type, or a choice that is not implemented.
     """
     data = {_ALIASES.get(name, name): value for name, value in raw.items()}
-    _check_names(data, source, fields)
-    values: dict[str, Any] = {attribute: data[name] for name, attribute in fields.used.items() if name in data}
-    for name, attribute in fields.used.items():
-        if name in data:
-            _check_type(name, data[name], attribute, source)
+    try:
+        _check_names(data, fields)
+        values: dict[str, Any] = {attribute: data[name] for name, attribute in fields.used.items() if name in data}
+        for name, attribute in fields.used.items():
+            if name in data:
+                _check_type(name, data[name], attribute)
+        values |= {each.attribute: each.read(data) for each in fields.derived}
+        role = _role(data)
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
     return HFConfig(
         architecture=data["architectures"][0],
-        role=_role(data, source),
+        role=role,
         dtype=data.get("dtype") or data.get("torch_dtype"),
-        rope_theta=_rope_theta(data, source),
-        is_moe_layer=_moe_layers(data, values),
+        quantization=_quantization(data),
         raw=dict(raw),
         **values,
     )
 
 
-def _check_names(data: Mapping[str, Any], source: Path, fields: ConfigFields) -> None:
+def _check_names(data: Mapping[str, Any], fields: ConfigFields) -> None:
     unknown = sorted(data.keys() - fields.known)
     if unknown:
         raise ValueError(
-            f"{source}: unknown config fields {', '.join(unknown)}: what they would change is not implemented; "
+            f"unknown config fields {', '.join(unknown)}: what they would change is not implemented; "
             f"known: {', '.join(sorted(fields.known))}"
         )
     missing = sorted(fields.used.keys() - data.keys() - fields.optional)
     if missing:
-        raise ValueError(f"{source}: missing config fields {', '.join(missing)}")
+        raise ValueError(f"missing config fields {', '.join(missing)}")
     for name, accepted in fields.fixed.items():
         if name in data and data[name] not in accepted:
-            raise ValueError(f"{source}: {name} = {data[name]!r} is not implemented; implemented: {list(accepted)}")
+            raise ValueError(f"{name} = {data[name]!r} is not implemented; implemented: {list(accepted)}")
     kinds = set(data.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise ValueError(f"{source}: layer_types {sorted(kinds)}: only full_attention is implemented")
+    if kinds - {fields.layer_type}:
+        raise ValueError(f"layer_types {sorted(kinds)}: only {fields.layer_type} is implemented")
 
 
-def _check_type(name: str, value: Any, attribute: str, source: Path) -> None:
+def _check_type(name: str, value: Any, attribute: str) -> None:
     wanted = HFConfig.__annotations__[attribute]
     accepted = {int: (int,), float: (int, float), bool: (bool,)}[wanted]
     is_bool = isinstance(value, bool)
-    if not isinstance(value, accepted) or is_bool is not (wanted is bool) or (wanted is int and value <= 0):
-        raise ValueError(f"{source}: {name} = {value!r} must be a positive {wanted.__name__}")
+    least = 0 if attribute in _MAY_BE_ZERO else 1
+    if not isinstance(value, accepted) or is_bool is not (wanted is bool) or (wanted is int and value < least):
+        raise ValueError(f"{name} = {value!r} must be a positive {wanted.__name__}")
 
 
-def _role(data: Mapping[str, Any], source: Path) -> Role:
+def _role(data: Mapping[str, Any]) -> Role:
     role = data.get("role", "policy")
     if role not in ("policy", "critic"):
-        raise ValueError(f"{source}: role = {role!r} must be policy or critic")
+        raise ValueError(f"role = {role!r} must be policy or critic")
     return role  # type: ignore[no-any-return]
 
 
-def _rope_theta(data: Mapping[str, Any], source: Path) -> float:
-    """`rope_theta` at the top level (transformers 4) or in `rope_parameters` (transformers 5)."""
-    parameters = dict(data.get("rope_parameters") or {})
-    for scaling in (parameters, dict(data.get("rope_scaling") or {})):
-        extra = scaling.keys() - {"rope_theta", "rope_type", "type"}
-        kinds = {scaling.get("rope_type", "default"), scaling.get("type", "default")}
-        if extra or kinds != {"default"}:
-            raise ValueError(f"{source}: RoPE scaling {scaling} is not implemented; implemented: rope_type default")
-    found = {float(theta) for theta in (data.get("rope_theta"), parameters.get("rope_theta")) if theta is not None}
-    if len(found) != 1:
-        raise ValueError(f"{source}: one rope_theta is needed (top level or in rope_parameters), not {sorted(found)}")
-    return found.pop()
-
-
-def _moe_layers(data: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[bool, ...]:
-    dense, step = data.get("mlp_only_layers") or (), data.get("decoder_sparse_step", 1)
-    has_experts = values.get("num_experts", 0) > 0
-    return tuple(has_experts and i not in dense and (i + 1) % step == 0 for i in range(values["num_layers"]))
+def _quantization(data: Mapping[str, Any]) -> str | None:
+    quantization = data.get("quantization_config")
+    return None if quantization is None else str(quantization.get("quant_method", "of an unnamed kind"))

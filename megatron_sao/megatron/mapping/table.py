@@ -5,7 +5,7 @@ layer spec and, where it differs, for Transformer Engine's: the model has exactl
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, HFConfig
 
-Scope = Literal["model", "layer", "dense_layer", "moe_layer", "expert"]
-Presence = Literal["always", "policy_untied", "critic"]
+Scope = Literal["model", "layer", "dense_layer", "moe_layer", "expert", "indexer_layer", "mtp_layer"]
+Presence = Literal["always", "optional", "policy_untied", "critic", "qkv_bias", "qk_norm"]
 Shape = tuple[int, ...]
 
 
@@ -110,9 +110,11 @@ class TensorKind:
 
     scope: Scope
     hf: tuple[tuple[str, tuple[str, ...]], ...]  # (HF name, dimensions by name), in the order the layout takes them
-    megatron: tuple[str, ...]  # alternatives; {expert} counts within the rank
+    megatron: tuple[str, ...]  # alternatives; {expert} counts within the rank; none: carried, not in the model
     layout: Layout
     presence: Presence = "always"
+    is_buffer: bool = False  # float32 in every model, and not trained
+    joined: bool = False  # to the row before: SGLang fuses the two, and forgets the first one when a load ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,7 +123,7 @@ class Architecture:
 
     name: str
     fields: ConfigFields
-    options: Mapping[str, Any]  # of TransformerConfig, that no field of config.json gives
+    options: Callable[[HFConfig], Mapping[str, Any]]  # of TransformerConfig, that not all architectures have
     tensors: tuple[TensorKind, ...]  # in the canonical order: before the layers, in a layer, after the layers
 
 
@@ -135,6 +137,8 @@ class Binding:
     layout: Layout
     layer: int  # in whose pipeline stage it lies: before the layers with the first, after them with the last
     expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
+    is_buffer: bool
+    joined: bool  # see TensorKind
 
     def find(self, names: Mapping[str, Any]) -> str:
         """The alternative that this rank's model has."""
@@ -150,7 +154,7 @@ def bind(architecture: Architecture, config: HFConfig, expert_size: int) -> tupl
 
 @functools.lru_cache(maxsize=8)
 def _bind(_: str, tensors: tuple[TensorKind, ...], config: HFConfig, expert_size: int) -> tuple[Binding, ...]:
-    present = [kind for kind in tensors if _is_present(kind, config)]
+    present = [kind for kind in tensors if kind.megatron and _is_present(kind, config)]
     first_in_layer = next(i for i, kind in enumerate(present) if kind.scope != "model")
     in_layer = [kind for kind in present if kind.scope != "model"]
     head, tail = present[:first_in_layer], present[first_in_layer + len(in_layer) :]
@@ -189,6 +193,8 @@ def _binding(
         layout=kind.layout,
         layer=layer,
         expert_rank=None if expert is None else owner,
+        is_buffer=kind.is_buffer,
+        joined=kind.joined,
     )
 
 
@@ -196,6 +202,45 @@ def _is_present(kind: TensorKind, config: HFConfig) -> bool:
     is_critic = config.role == "critic"
     return {
         "always": True,
+        "optional": True,
         "policy_untied": not is_critic and not config.tied_embeddings,
         "critic": is_critic,
+        "qkv_bias": config.qkv_bias,
+        "qk_norm": config.qk_norm,
     }[kind.presence]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Carried:
+    """A tensor of the checkpoint that is not in the model: checked at load, written back as it was."""
+
+    name: str
+    shape: Shape
+    layer: int
+    optional: bool
+
+
+def carried(architecture: Architecture, config: HFConfig) -> tuple[Carried, ...]:
+    """Indexers, and the layers of multi-token prediction (an MoE layer each, with some of its own). A critic has none:
+    it predicts no token, and nobody serves it.
+    """
+    if config.role == "critic":
+        return ()
+    return tuple(_carried(architecture.tensors, config))
+
+
+def _carried(tensors: Sequence[TensorKind], config: HFConfig) -> Iterator[Carried]:
+    sizes = config.sizes
+    scopes = {"layer", "moe_layer", "expert", "mtp_layer", *(["indexer_layer"] if config.has_indexer else [])}
+    wanted = {layer: {"indexer_layer"} for layer, own in enumerate(config.has_indexer) if own}
+    wanted |= {config.num_layers + layer: scopes for layer in range(config.num_mtp_layers)}
+    for layer, of_layer in wanted.items():
+        for kind in (kind for kind in tensors if kind.scope in of_layer and _is_present(kind, config)):
+            for expert in range(config.num_experts if kind.scope == "expert" else 1):
+                for name, dims in kind.hf:
+                    yield Carried(
+                        name=name.format(layer=layer, expert=expert),
+                        shape=tuple(sizes[dim] for dim in dims),
+                        layer=layer,
+                        optional=kind.presence == "optional",
+                    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
-from megatron_sao.megatron.mapping.qwen3 import VALUE_HEAD
+from megatron_sao.megatron.mapping.rows import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding, Shape, bind
 from megatron_sao.megatron.parallel import Parallel
 
@@ -34,6 +34,8 @@ class MappedModel(Protocol):
         """Bring in what an overlapped optimizer has not gathered yet. Collective."""
         ...
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]: ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HFTensor:
@@ -42,9 +44,19 @@ class HFTensor:
     name: str
     shape: Shape
     dtype: torch.dtype  # as the model holds it
-    is_buffer: bool
+    is_buffer: bool  # float32 in every model, file and publish
     trained: bool
     owner: int  # the first global rank that holds it, or its first shard
+    joined: bool  # to the tensor before: both are loaded by an engine at once
+
+    def exported(self, dtype: torch.dtype | None) -> torch.dtype:
+        """Its type in an export of that type; None: the model's own types."""
+        return self.dtype if dtype is None or self.is_buffer else dtype
+
+
+def named_tensors(model: MappedModel) -> dict[str, Tensor]:
+    """All that a table may name: parameters, and the buffers that are weights too (and others, which none names)."""
+    return {**dict(model.named_buffers()), **dict(model.named_parameters())}
 
 
 def bindings_of(model: MappedModel, parallel: Parallel) -> tuple[Binding, ...]:
@@ -62,10 +74,11 @@ def hf_tensors(model: MappedModel, parallel: Parallel) -> tuple[HFTensor, ...]:
         HFTensor(
             name=name,
             shape=shape,
-            dtype=torch.float32 if name == VALUE_HEAD else dtype,
-            is_buffer=False,
-            trained=name not in model.frozen_hf_names,
+            dtype=torch.float32 if name == VALUE_HEAD or binding.is_buffer else dtype,
+            is_buffer=binding.is_buffer,
+            trained=name not in model.frozen_hf_names and not binding.is_buffer,
             owner=_holders(binding, model.hf_config, parallel)[0],
+            joined=binding.joined,
         )
         for binding in bindings_of(model, parallel)
         for name, shape in zip(binding.hf_names, binding.hf_shapes, strict=True)
@@ -79,7 +92,8 @@ def parameter_hf_names(model: MappedModel, parallel: Parallel) -> dict[str, tupl
         AssertionError: a parameter that the architecture's table does not name: it would never be saved or published.
     """
     parameters = dict(model.named_parameters())
-    local = [binding for binding in bindings_of(model, parallel) if is_local(binding, model.hf_config, parallel)]
+    bindings = [binding for binding in bindings_of(model, parallel) if not binding.is_buffer]
+    local = [binding for binding in bindings if is_local(binding, model.hf_config, parallel)]
     names = {binding.find(parameters): binding.hf_names for binding in local}
     unnamed = sorted(parameters.keys() - names.keys())
     assert not unnamed, f"the table of {model.hf_config.architecture} does not name these parameters: {unnamed}"
@@ -117,7 +131,7 @@ def gather(
 ) -> dict[str, Tensor]:
     """Whole tensors by HF name on global rank 0, `{}` elsewhere. Collective: every rank calls it with the same names.
 
-    `dtype` None keeps the model's own types. The tensors are copies, on the model's device.
+    `dtype` None keeps the model's own types; buffers keep theirs in any case. The tensors are copies, on the model's device.
 
     Raises:
         ValueError: a name that the model does not have.
@@ -128,7 +142,7 @@ def gather(
         known = {tensor.name: tensor for tensor in hf_tensors(model, parallel)}
         device = next(parameter.device for _, parameter in model.named_parameters())
         found = [known[name] for name in names if name in known]
-        wholes = {each.name: torch.empty(each.shape, dtype=dtype or each.dtype, device=device) for each in found}
+        wholes = {each.name: torch.empty(each.shape, dtype=each.exported(dtype), device=device) for each in found}
     shards.receive(names, wholes, target=0, dtype=dtype)
     if wholes is not None:
         shards.copy_own(names, wholes)
@@ -143,7 +157,7 @@ class Shards:
 
     def __init__(self, model: MappedModel, parallel: Parallel) -> None:
         self._model, self._config, self._parallel = model, model.hf_config, parallel
-        self._parameters = dict(model.named_parameters())
+        self._parameters = named_tensors(model)
         self._bindings = {name: binding for binding in bindings_of(model, parallel) for name in binding.hf_names}
 
     def receive(
@@ -171,7 +185,8 @@ class Shards:
             for shard, holder in self._shards(binding):
                 if own_rank == holder != target:
                     parameter = self._parameter(binding)
-                    _send(shard.pieces(parameter, wanted), dtype or parameter.dtype, target, end_s)
+                    sent = parameter.dtype if dtype is None or binding.is_buffer else dtype
+                    _send(shard.pieces(parameter, wanted), sent, target, end_s)
                 elif own_rank == target != holder:
                     assert wholes is not None, "the target has the places"
                     num_bytes += _receive(shard.places(wholes), holder, end_s)
