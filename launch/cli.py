@@ -1,4 +1,7 @@
-"""The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal."""
+"""The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal.
+
+Of `sao plan`, which judges what a person wrote: 0 it fits, 1 it does not, or there is no plan of it.
+"""
 
 import argparse
 import logging
@@ -14,6 +17,8 @@ from rich.console import Console
 
 from launch import bounded
 from launch.local import check, run_locally
+from launch.plan import load_plan, write_json
+from launch.plan_table import show
 from launch.run_directory import LOG_DIRECTORY, run_directory
 from megatron_sao.config import Config, load
 from megatron_sao.controller.report import summary_table
@@ -28,6 +33,7 @@ _EPILOG = """\
 examples:
   sao train configs/quickstart.toml
   sao train configs/quickstart.toml run.directory=runs/lag0 rollout.max_lag=0 actor.optimizer.learning_rate=1e-4
+  sao plan configs/glm-5.2.toml
   sao bench publish --json publish.json
 
 A value is TOML; a bare word is a string. A previous run in run.directory is moved to run.directory.<n>.
@@ -44,6 +50,8 @@ def command(arguments: Sequence[str]) -> int:
     options = parse_arguments(arguments)
     if options.command == "bench":
         return _bench(options)
+    if options.command == "plan":
+        return _plan(options)
     try:
         config = load(options.config, options.overrides)
         sys.path.insert(0, os.getcwd())  # import paths of the configuration may name a user's own module
@@ -69,8 +77,14 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train by a TOML file, all processes on this machine")
-    train.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
-    train.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
+    plan = commands.add_parser(
+        "plan", help="what a TOML file needs of GPUs, nodes and memory; needs none of them itself"
+    )
+    for each in (train, plan):
+        each.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
+        each.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
+    plan.add_argument("--model", type=Path, metavar="DIR", help="directory with the config.json, if not model.path")
+    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
     bench = commands.add_parser("bench", help="measure this machine; exit status 1 when a bar is missed")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, module in BENCHES.items():
@@ -78,6 +92,18 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         each.add_argument("--json", type=Path, metavar="FILE", help="write every case there")
         module.add_arguments(each)
     return parser.parse_args(arguments)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    """Show the tables, write the JSON."""
+    try:
+        plan = load_plan(options.config, options.overrides, options.model)
+    except ValueError as error:
+        return _fail(str(error), 1)
+    show(plan)
+    if options.json is not None:
+        write_json(plan, options.json)
+    return 0 if plan.fits else 1
 
 
 def _bench(options: argparse.Namespace) -> int:

@@ -17,8 +17,9 @@ def show(plan: Plan, console: Console | None = None) -> None:
         console.width = max(console.width, MIN_WIDTH)
     cluster = plan.config.cluster
     console.print(
-        f"{plan.hf.architecture}: {_count(plan.counts.total)} parameters, {_count(plan.counts.active)} active for a token, "
-        f"{plan.config.model.dtype}. {plan.num_gpus} {cluster.gpu} in {plan.num_nodes} nodes of {cluster.gpus_per_node}.",
+        f"{plan.hf.architecture}: {_count(plan.counts.total)} parameters, {_count(plan.counts.active)} active for a "
+        f"token, {plan.config.model.dtype}. {plan.num_gpus} {cluster.gpu} in {plan.num_nodes} nodes of "
+        f"{cluster.gpus_per_node}.",
         highlight=False,
     )
     console.print(_bytes_table(plan))
@@ -79,8 +80,8 @@ def _assumptions(plan: Plan) -> list[str]:
     if hf.num_experts:
         lines.append(f"assumed: the busiest expert rank sees {EXPERT_IMBALANCE} x the average number of tokens")
     lines.append(
-        f"assumed: Transformer Engine; {RESERVED_BYTES // GIB} of {GPU_BYTES[config.cluster.gpu] / GIB:.1f} GiB are left "
-        "to CUDA, NCCL and the allocator of a GPU that trains"
+        f"assumed: Transformer Engine; {RESERVED_BYTES // GIB} of {GPU_BYTES[config.cluster.gpu] / GIB:.1f} GiB are "
+        "left to CUDA, NCCL and the allocator of a GPU that trains"
     )
     return lines
 
@@ -89,8 +90,8 @@ def _shards(plan: Plan, name: str, layout: LayoutConfig) -> str:
     """How the ranks of one pipeline stage divide it."""
     hf = plan.hf
     parts = [
-        f"{name}: tensor rank t holds 1/{layout.tensor} of each layer ({hf.num_heads // layout.tensor} of {hf.num_heads} "
-        f"heads) and of the vocabulary ({hf.vocab_size // layout.tensor} of {hf.vocab_size})"
+        f"{name}: tensor rank t holds 1/{layout.tensor} of each layer ({hf.num_heads // layout.tensor} of "
+        f"{hf.num_heads} heads) and of the vocabulary ({hf.vocab_size // layout.tensor} of {hf.vocab_size})"
     ]
     if hf.num_experts:
         each = hf.num_experts // layout.expert

@@ -1,4 +1,4 @@
-"""How many bytes of tensor storage live at once, counted exactly: every storage that an operation returns, until it dies."""
+"""How many bytes of tensor storage live at once, counted: every storage that an operation returns, until it dies."""
 
 import weakref
 from typing import Any

@@ -1,4 +1,4 @@
-"""What real ranks hold of a model, measured: parameters, gradient buffers, optimizer state, activations at their peak."""
+"""What real ranks hold of a model, measured: parameters, gradient buffers, optimizer state, peak of activations."""
 
 import dataclasses
 from collections.abc import Iterable

@@ -157,7 +157,7 @@ def _local_attention(hf: HFConfig, way: Pass) -> _Layer:
 
 
 def _experts(hf: HFConfig, way: Pass) -> _Layer:
-    """k copies of a token, sorted, and inside an expert of width f: gate and up, silu(gate), up again, their product, and that by the weight."""
+    """k copies of a token, sorted; in an expert of width f as in `_mlp`, and the product times the router's weight."""
     k, b, f = hf.experts_per_token, way.item_bytes, hf.expert_ffn_size // way.layout.expert_tensor
     router = way.shard * hf.num_experts * (2 * _FLOAT32 + 2)
     shared = _mlp(way, hf.num_shared_experts * hf.expert_ffn_size).kept
