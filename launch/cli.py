@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -17,8 +18,6 @@ from rich.console import Console
 
 from launch import bounded
 from launch.local import check, run_locally
-from launch.plan import load_plan, write_json
-from launch.plan_table import show
 from launch.run_directory import LOG_DIRECTORY, run_directory
 from megatron_sao.config import Config, load
 from megatron_sao.controller.report import summary_table
@@ -77,9 +76,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     train = commands.add_parser("train", help="train by a TOML file, all processes on this machine")
-    plan = commands.add_parser(
-        "plan", help="what a TOML file needs of GPUs, nodes and memory; needs none of them itself"
-    )
+    plan = commands.add_parser("plan", help="GPUs, nodes and memory that a TOML file needs; nothing is started")
     for each in (train, plan):
         each.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
         each.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
@@ -95,15 +92,15 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Show the tables, write the JSON."""
+    """Show the tables, write the JSON. Megatron-core is imported for this command alone: other ones start without it,
+    and its warnings are about this machine, not about those that are planned for."""
+    with warnings.catch_warnings(action="ignore"):
+        from launch.plan_table import plan_and_show
     try:
-        plan = load_plan(options.config, options.overrides, options.model)
+        fits = plan_and_show(options.config, options.overrides, model=options.model, json_path=options.json)
     except ValueError as error:
         return _fail(str(error), 1)
-    show(plan)
-    if options.json is not None:
-        write_json(plan, options.json)
-    return 0 if plan.fits else 1
+    return 0 if fits else 1
 
 
 def _bench(options: argparse.Namespace) -> int:

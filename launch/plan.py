@@ -5,6 +5,7 @@ Needs neither GPU nor weights. Roles have GPUs of their own, one rank each; the 
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,7 +83,7 @@ class Plan:
         return all(role.fits for role in self.roles)
 
 
-def load_plan(path: Path, overrides: list[str], model: Path | None) -> Plan:
+def load_plan(path: Path, overrides: Sequence[str], model: Path | None) -> Plan:
     """The plan of a configuration file.
 
     Raises:

@@ -1,14 +1,26 @@
 """A plan as tables that a person can read."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from rich.console import Console
 from rich.table import Table
 
-from launch.plan import GIB, GPU_BYTES, RESERVED_BYTES, Plan, RolePlan
+from launch.plan import GIB, GPU_BYTES, RESERVED_BYTES, Plan, RolePlan, load_plan, write_json
 from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron.activations import EXPERT_IMBALANCE
 
 MIN_WIDTH = 140  # in a file, where rich would take 80
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "weights", "kv_cache", "publish")
+
+
+def plan_and_show(config: Path, overrides: Sequence[str], *, model: Path | None, json_path: Path | None) -> bool:
+    """Whether all roles fit. Raises ValueError as `load_plan`."""
+    plan = load_plan(config, overrides, model)
+    show(plan)
+    if json_path is not None:
+        write_json(plan, json_path)
+    return plan.fits
 
 
 def show(plan: Plan, console: Console | None = None) -> None:
