@@ -18,6 +18,7 @@ from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import (
     StageMemory,
     advice,
+    frozen_names,
     largest_tensor_bytes,
     role_memory,
     serving_memory,
@@ -139,7 +140,7 @@ def _trained(
         check_layout(hf, place)
     except ValueError as error:
         raise ValueError(f"{name}.layout: {error}") from None
-    stages = role_memory(hf, role, dtype=config.model.dtype, freeze=freeze)
+    stages = role_memory(hf, role, dtype=config.model.dtype, frozen=frozen_names(hf, freeze))
     fullest = max(stages, key=lambda stage: stage.total_bytes)
     parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
     usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES

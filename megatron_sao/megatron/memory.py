@@ -7,7 +7,7 @@ two float32 moments, and a float32 main copy of parameters that are not float32,
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
@@ -58,14 +58,14 @@ def role_memory(
     config: RoleConfig,
     *,
     dtype: str,
-    freeze: Sequence[str],
+    frozen: Collection[str] = (),
     transformer_engine: bool = True,
     expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> tuple[StageMemory, ...]:
-    """By pipeline rank. `hf.role` says which model it is; `freeze` are globs over HF names.
+    """By pipeline rank. `hf.role` says which model it is, `frozen` the HF names that are not trained.
 
     Raises:
-        ValueError: fewer layers than stages; a pattern that matches nothing, or a part of a Megatron tensor.
+        ValueError: fewer layers than stages.
     """
     layout = config.layout
     stages = stage_layers(hf.num_layers, layout.pipeline * layout.virtual_stages)
@@ -77,7 +77,6 @@ def role_memory(
         transformer_engine=transformer_engine,
         expert_imbalance=expert_imbalance,
     )
-    frozen = _frozen(hf, freeze)
     bindings = _by_pipeline_rank(hf, layout)
     return tuple(
         StageMemory(
@@ -104,6 +103,10 @@ def advice(parts: Mapping[str, int], config: RoleConfig) -> str:
     if largest != "activations":
         remedies.append(fewer_tokens)
     return f"the largest part is {largest}, {_gib(parts[largest])}: {'; '.join(remedies)}"
+
+
+def describe(parts: Mapping[str, int]) -> str:
+    return ", ".join(f"{part} {_gib(num_bytes)}" for part, num_bytes in parts.items())
 
 
 def _gib(num_bytes: int) -> str:
@@ -159,7 +162,12 @@ def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]
     return held
 
 
-def _frozen(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
+def frozen_names(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
+    """HF names that the globs `freeze` match.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or a part of a Megatron tensor.
+    """
     bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
     names = [name for binding in bindings if not binding.is_buffer for name in binding.hf_names]
     frozen = matching_names(names, freeze)
@@ -167,7 +175,7 @@ def _frozen(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
     return frozen
 
 
-def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, frozen: frozenset[str]) -> dict[str, int]:
+def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, frozen: Collection[str]) -> dict[str, int]:
     """Megatron puts tensors of one type and one data-parallel group into one buffer."""
     layout, distributed = config.layout, config.optimizer.distributed
     buffers: dict[tuple[bool, int], list[int]] = {}

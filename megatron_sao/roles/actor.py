@@ -10,6 +10,7 @@ from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.model import build_policy
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.probe import rehearse
 from megatron_sao.megatron.step import Trainer, policy_update, score
 from megatron_sao.roles import publishing
 from megatron_sao.roles.spec import ActorSpec
@@ -60,6 +61,7 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     load_policy(model, directory, parallel)
     frozen = freeze(model, parallel, config.freeze)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
+    rehearse(trainer, config)
     trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory)
     trained.log_description()
     source = MegatronSource(model, parallel)

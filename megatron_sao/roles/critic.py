@@ -12,6 +12,7 @@ from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.model import build_critic as build_model
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.probe import rehearse
 from megatron_sao.megatron.step import Trainer, value_update, values
 from megatron_sao.roles.spec import CriticSpec
 from megatron_sao.roles.trained import TrainedRole
@@ -78,6 +79,7 @@ def build_critic(spec: CriticSpec, parallel: Parallel, platform: Platform) -> Cr
     load_critic(model, directory, parallel)
     frozen = freeze(model, parallel, freeze_patterns(config))
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
+    rehearse(trainer, config)
     trained = TrainedRole(trainer, frozen, role="critic", source_directory=directory)
     trained.log_description()
     return Critic(trained)

@@ -118,7 +118,7 @@ async def _start_actor(stand: Stand, ranks: Supervisor, private: Path, stack: co
             parent_pid=os.getpid(),
             meeting=meeting,
             model=ModelConfig(path=stand.model_path, dtype="bfloat16"),
-            config=ActorConfig(layout=layout),
+            config=ActorConfig(layout=layout, max_tokens_per_micro_batch=64),  # nothing is trained
             eps_low=0.3,
             eps_high=5.0,
         )

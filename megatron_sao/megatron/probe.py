@@ -1,0 +1,97 @@
+"""The longest possible micro-batch, run once before step 0: memory that is too small is known before any rollout.
+
+Forward and backward with a loss that is 0, beside memory of the size of Adam's state. Nothing is different afterwards:
+weights, counters and random numbers are as before, the gradients are 0. Every rank calls it; a rank that is out of
+memory raises, and the others' collectives end with the role's deadlines.
+"""
+
+import logging
+import time
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_sao.config import RoleConfig
+from megatron_sao.megatron.forward import MicroBatch, make_micro_batches, run_training
+from megatron_sao.megatron.logprobs import vocab_parallel_logprobs_and_entropy
+from megatron_sao.megatron.memory import advice, describe, role_memory
+from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.shard import Shard
+from megatron_sao.megatron.step import Trainer
+
+LOG = logging.getLogger(__name__)
+_NO_CPU_MEMORY = "DefaultCPUAllocator"  # in the RuntimeError that torch raises then
+_STRIDE = 7919  # of token ids: prime, so that neighbours differ and all of a vocabulary occur
+
+
+def rehearse(trainer: Trainer, config: RoleConfig) -> None:
+    """Run rows of `max_tokens_per_micro_batch` tokens, as many as the pipeline holds at once.
+
+    Raises:
+        RuntimeError: there is too little memory. It says where, how much was asked for, and what would help.
+    """
+    started_s = time.monotonic()
+    try:
+        _run(trainer, config.max_tokens_per_micro_batch)
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or _NO_CPU_MEMORY in str(error):
+            raise RuntimeError(_explain(trainer, config, error)) from error
+        raise
+    LOG.info(
+        "the longest micro-batch, %d tokens, fits: %.1f s%s",
+        config.max_tokens_per_micro_batch,
+        time.monotonic() - started_s,
+        f", peak {torch.cuda.max_memory_allocated() / 1024**3:.1f} GiB" if trainer.platform.backend == "nccl" else "",
+    )
+
+
+def _run(trainer: Trainer, num_tokens: int) -> None:
+    shard = _longest_rows(trainer.parallel, num_tokens, trainer.model.hf_config.vocab_size)
+    rows = make_micro_batches(shard, {}, parallel=trainer.parallel, platform=trainer.platform)
+    is_critic = trainer.model.hf_config.role == "critic"
+
+    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        states = output[0, row.state_index_a]
+        if not is_critic:
+            states, _ = vocab_parallel_logprobs_and_entropy(states, row.targets_a, trainer.parallel.tensor_group)
+        return (states * 0).sum(), {}
+
+    reserved = trainer.optimizer.missing_state()
+    run_training(trainer.model, rows, loss, trainer.platform)
+    del reserved
+    for chunk in trainer.model.wrapped:
+        chunk.zero_grad_buffer()
+
+
+def _longest_rows(parallel: Parallel, num_tokens: int, vocab_size: int) -> Shard:
+    """One trajectory a row, all of it actions but the first token. The interleaved schedule needs two rounds."""
+    num_rows = parallel.pipeline_size * (2 if parallel.virtual_stages > 1 else 1)
+    place = np.arange(num_tokens * num_rows)
+    is_action = place % num_tokens > 0
+    return Shard(
+        offsets=np.arange(0, len(place) + 1, num_tokens),
+        token_ids=(place * _STRIDE % vocab_size).astype(np.int32),
+        is_action=is_action,
+        rollout_logprobs=np.zeros(len(place), dtype=np.float32),
+        version=is_action.astype(np.int32) - 1,
+        micro_batches=tuple((row,) for row in range(num_rows)),
+        num_action_tokens=int(is_action.sum()) * parallel.data_size,
+    )
+
+
+def _explain(trainer: Trainer, config: RoleConfig, error: BaseException) -> str:
+    model, parallel = trainer.model, trainer.parallel
+    stages = role_memory(
+        model.hf_config,
+        config,
+        dtype=str(model.config.params_dtype).removeprefix("torch."),
+        frozen=model.frozen_hf_names,
+        transformer_engine=trainer.platform.transformer_engine,
+    )
+    parts = stages[parallel.pipeline_rank].parts
+    return (
+        f"{model.hf_config.role}, rank {parallel.rank}: the longest micro-batch, {config.max_tokens_per_micro_batch} "
+        f"tokens, does not fit in memory: {str(error).splitlines()[0]} Predicted for this rank: {describe(parts)}; "
+        f"{advice(parts, config)}"
+    )
