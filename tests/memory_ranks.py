@@ -1,50 +1,89 @@
-"""What real ranks hold of a model, measured: parameters, gradient buffers, optimizer state, peak of activations."""
+"""What real ranks hold of a model, measured: parameters, gradient buffers, optimizer state, peak of activations.
+
+And what a rehearsal of the longest micro-batch leaves behind. Models have random weights: only their config.json exists.
+"""
 
 import dataclasses
+import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron_sao.config import ActorConfig, CriticConfig, LayoutConfig, OptimizerConfig, RoleConfig
+from megatron_sao.config import ActorConfig, CriticConfig, RoleConfig
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.model import build_critic, build_policy
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install
+from megatron_sao.megatron.probe import rehearse
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer, policy_update, value_update
 from tests.live_bytes import LiveBytes
+
+MODELS = Path(__file__).parent.parent / "configs" / "models"
+_TINY = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "moe_intermediate_size": 64,
+    "num_experts_per_tok": 2,
+}
+_LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 24}
+TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> real model, and what is made smaller
+    "moe": ("Qwen/Qwen3-30B-A3B-Thinking-2507", {**_TINY, "num_experts": 8}),
+    "tied": ("Qwen/Qwen3-30B-A3B-Thinking-2507", {**_TINY, "num_experts": 8, "tie_word_embeddings": True}),
+    "glm4": ("zai-org/GLM-4.5-Air", {**_TINY, "n_routed_experts": 8}),
+    "latent": (
+        "zai-org/GLM-5.2",
+        {
+            **_TINY,
+            **_LATENT,
+            "num_key_value_heads": 4,
+            "qk_head_dim": 24,
+            "n_routed_experts": 8,
+            "first_k_dense_replace": 1,
+            "indexer_types": ["full", "shared", "shared", "full"],
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
+}
+
+
+def write_models(root: Path) -> None:
+    for name, (real, smaller) in TINY.items():
+        (root / name).mkdir(parents=True)
+        config = json.loads((MODELS / real / "config.json").read_text())
+        known = {key: value for key, value in smaller.items() if key in config}
+        (root / name / "config.json").write_text(json.dumps({**config, **known}))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
     """A role that trains on rows of `num_tokens` tokens, as many rows as there are pipeline stages."""
 
-    model: str  # directory below the models' root
+    model: str
     layout: dict[str, int]
     role: str = "actor"
     dtype: str = "float32"
     freeze: tuple[str, ...] = ()
     distributed: bool = True
     recompute: str = "none"
-    num_tokens: int = 16
+    num_tokens: int = 64
 
     @property
     def config(self) -> RoleConfig:
-        optimizer = OptimizerConfig(learning_rate=1e-3, clip_norm=1.0, distributed=self.distributed)
         kind: type[RoleConfig] = ActorConfig if self.role == "actor" else CriticConfig
-        return kind.model_validate(
-            {
-                "layout": LayoutConfig(**self.layout),
-                "optimizer": optimizer,
-                "recompute": self.recompute,
-                "max_tokens_per_micro_batch": self.num_tokens,
-            }
-        )
+        optimizer = {"learning_rate": 1e-3, "clip_norm": 1.0, "distributed": self.distributed}
+        sizes = {"recompute": self.recompute, "max_tokens_per_micro_batch": self.num_tokens}
+        return kind.model_validate({"layout": self.layout, "optimizer": optimizer, **sizes})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,20 +95,21 @@ class Held:
     optimizer: int
     activations: int
     pipeline_rank: int
+    rehearsed: tuple[str, str]  # digests before and after a rehearsal
 
 
-def measure(rank: int, root: Path, cases: dict[str, Case]) -> dict[str, Held]:
-    """Each case in turn, in one world."""
+def measure(rank: int, root: Path, cases: dict[str, Case]) -> tuple[dict[str, Held], str]:
+    """Each case in turn, in one world; then what rank 0 says of a row that no memory holds."""
     answers = {}
     for name, case in cases.items():
-        answers[name] = _measure(rank, root / case.model, case)
+        trainer = _trainer(rank, root / case.model, case)
+        answers[name] = _measure(trainer, case)
         parallel_state.destroy_model_parallel()
-    return answers
+    return answers, _too_long(rank, root)
 
 
-def trainer_of(rank: int, directory: Path, case: Case) -> Trainer:
-    machine = install()
-    config = case.config
+def _trainer(rank: int, directory: Path, case: Case) -> Trainer:
+    machine, config = install(), case.config
     place = initialize(config.layout, rank=rank, init_method=None, timeout_s=60, platform=machine)
     torch.manual_seed(0)
     build: Any = build_policy if case.role == "actor" else build_critic
@@ -78,33 +118,45 @@ def trainer_of(rank: int, directory: Path, case: Case) -> Trainer:
     return Trainer.of(model, place, machine, config.optimizer)
 
 
-def _measure(rank: int, directory: Path, case: Case) -> Held:
-    trainer = trainer_of(rank, directory, case)
-    shard = rows_of(trainer, case.num_tokens, case.config.layout.pipeline)
+def _measure(trainer: Trainer, case: Case) -> Held:
+    before = _digest(trainer)
+    rehearse(trainer, case.config)
+    after = _digest(trainer)
+    shard = _rows(trainer, case.num_tokens, trainer.parallel.pipeline_size)
     _update(trainer, shard, case.role)  # Adam makes its state at the first step
     with LiveBytes() as live:
         _update(trainer, shard, case.role)
+    buffers = [buffer for chunk in trainer.model.wrapped for buffer in chunk.buffers + chunk.expert_parallel_buffers]
     return Held(
-        parameters=storage_bytes(trainer.model.parameters()),
-        gradients=storage_bytes(
-            b.grad_data for chunk in trainer.model.wrapped for b in chunk.buffers + chunk.expert_parallel_buffers
-        ),
-        optimizer=optimizer_bytes(trainer),
-        activations=live.peak + storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
+        parameters=_storage_bytes([*trainer.model.parameters(), *_correction_biases(trainer)]),
+        gradients=_storage_bytes(buffer.grad_data for buffer in buffers),
+        optimizer=_optimizer_bytes(trainer),
+        activations=live.peak + _storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
         pipeline_rank=trainer.parallel.pipeline_rank,
+        rehearsed=(before, after),
     )
 
 
-def rows_of(trainer: Trainer, num_tokens: int, num_rows: int) -> Shard:
+def _digest(trainer: Trainer) -> str:
+    """Of all that training could notice: weights, buffers, gradients, Adam's state, random numbers."""
+    gradients = [b.grad_data for chunk in trainer.model.wrapped for b in chunk.buffers + chunk.expert_parallel_buffers]
+    named = [tensor for _, tensor in (*trainer.model.named_parameters(), *trainer.model.named_buffers())]
+    adams = [each.optimizer.state for each in trainer.optimizer._megatron.chained_optimizers if each.optimizer]
+    found = hashlib.sha256(repr((trainer.optimizer.num_updates, adams)).encode())
+    for tensor in (*named, *gradients, torch.get_rng_state()):
+        found.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _rows(trainer: Trainer, num_tokens: int, num_rows: int) -> Shard:
     """Rows of one trajectory each, all of it actions but the first token."""
     total = num_tokens * num_rows
     is_action = np.arange(total) % num_tokens > 0
-    vocab_size = trainer.model.hf_config.vocab_size
     return Shard(
         offsets=np.arange(0, total + 1, num_tokens),
-        token_ids=np.random.default_rng(3).integers(0, vocab_size, total).astype(np.int32),
+        token_ids=np.random.default_rng(3).integers(0, 512, total).astype(np.int32),
         is_action=is_action,
-        rollout_logprobs=np.where(is_action, -5.7, 0.0).astype(np.float32),
+        rollout_logprobs=np.where(is_action, -6.0, 0.0).astype(np.float32),
         version=is_action.astype(np.int32) - 1,
         micro_batches=tuple((row,) for row in range(num_rows)),
         num_action_tokens=int(is_action.sum()) * trainer.parallel.data_size,
@@ -119,24 +171,34 @@ def _update(trainer: Trainer, shard: Shard, role: str) -> None:
         policy_update(trainer, shard, ones, eps_low=0.9, eps_high=1e9, version=0)
 
 
-def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+def _correction_biases(trainer: Trainer) -> list[torch.Tensor]:
+    return [buffer for name, buffer in trainer.model.named_buffers() if name.endswith("expert_bias")]
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
     """Of the storages below `tensors`, each once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
-def optimizer_bytes(trainer: Trainer) -> int:
+def _optimizer_bytes(trainer: Trainer) -> int:
     """Moments and main parameters. Main parameters that are views of the model's are the model's."""
     own = {parameter.untyped_storage()._cdata for parameter in trainer.model.parameters()}
     tensors: list[torch.Tensor] = []
     for chained in trainer.optimizer._megatron.chained_optimizers:
         for parameter, state in chained.optimizer.state.items():
             tensors += [parameter, *(value for value in state.values() if torch.is_tensor(value))]
-    return storage_bytes(t for t in tensors if t.untyped_storage()._cdata not in own)
+    return _storage_bytes(t for t in tensors if t.untyped_storage()._cdata not in own)
 
 
-def agree(value: int) -> int:
-    """The largest over all ranks."""
-    found = torch.tensor(value)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return int(found)
+def _too_long(rank: int, root: Path) -> str:
+    """A mask of more bytes than there are addresses. The other ranks do not take part: no collective comes before it."""
+    case = Case(model="moe", layout={"num_ranks": 4, "expert": 4})
+    trainer = _trainer(rank, root / case.model, case)
+    if rank:
+        return ""
+    try:
+        rehearse(trainer, dataclasses.replace(case, num_tokens=12_000_000).config)
+    except RuntimeError as error:
+        return str(error)
+    return "fits"
