@@ -71,7 +71,7 @@ def gradients(model: Any, place: parallel.Parallel, row: Row, machine: platform.
         for parameter in model.parameters():
             gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
             parameter.copy_(gradient / place.data_size)
-    names = [tensor.name for tensor in hf_tensors(model, place)]
+    names = [tensor.name for tensor in hf_tensors(model, place) if not tensor.is_buffer]
     return gather(model, place, names)
 
 

@@ -21,6 +21,9 @@ MODELS: dict[str, tuple[Arch, dict[str, Any]]] = {
     "moe_with_a_dense_layer": ("qwen3_moe", {"mlp_only_layers": [0], "norm_topk_prob": False}),
     "dense": ("qwen3", {}),
     "dense_tied": ("qwen3", {"tie_word_embeddings": True}),
+    "glm4": ("glm4_moe", {"use_qk_norm": True}),
+    "deepseek": ("deepseek_v3", {}),
+    "glm5": ("glm_moe_dsa", {}),
 }
 STORIES = [
     ("moe", {"num_ranks": 1}),
@@ -35,6 +38,12 @@ STORIES = [
     ("dense", {"num_ranks": 4, "tensor": 4}),  # more tensor ranks than key-value heads
     ("dense_tied", {"num_ranks": 1}),
     ("dense_tied", {"num_ranks": 2, "tensor": 2}),
+    ("glm4", {"num_ranks": 1}),
+    ("glm4", {"num_ranks": 2, "tensor": 2, "expert": 2}),
+    ("deepseek", {"num_ranks": 1}),
+    ("deepseek", {"num_ranks": 2, "tensor": 2, "expert": 2}),
+    ("glm5", {"num_ranks": 1}),
+    ("glm5", {"num_ranks": 2, "tensor": 2, "expert": 2}),
 ]
 
 

@@ -9,6 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -16,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-Arch = Literal["qwen3_moe", "qwen3"]
+Arch = Literal["qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "glm_moe_dsa"]
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
@@ -39,24 +45,83 @@ _COMMON = {
     "bos_token_id": 256,
     "eos_token_id": 258,
 }
+_SHARED_EXPERTS = {
+    "num_hidden_layers": 3,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 0,
+}
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 48,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "head_dim": 8,
+}
+_YARN = {
+    "type": "yarn",
+    "factor": 8,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_DSA = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 24}
 _MOE = {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
+
+
+_MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM, _MOE),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {**_SHARED_EXPERTS, "attention_bias": True, "use_qk_norm": True}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        {**_SHARED_EXPERTS, **_LATENT, "n_group": 4, "topk_group": 1, "rope_theta": 10000.0, "rope_scaling": _YARN},
+    ),
+    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM, {**_SHARED_EXPERTS, **_LATENT, **_DSA}),
+}
 
 
 def make_tiny_model(
     path: Path | str, *, arch: Arch = "qwen3_moe", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
 ) -> Path:
-    """Write a random HF checkpoint with a tokenizer to `path`; `overrides` are fields of its config.json."""
+    """Write a random HF checkpoint with a tokenizer to `path`; `overrides` are fields of its config.json.
+
+    With `num_nextn_predict_layers` it has the tensors of those layers, in bfloat16.
+    """
     directory = Path(path)
     torch.manual_seed(seed)
-    model: Any
-    if arch == "qwen3_moe":
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**_COMMON, **_MOE, **overrides}))
-    else:
-        model = Qwen3ForCausalLM(Qwen3Config(**{**_COMMON, **overrides}))
+    config, cls, fields = _MODELS[arch]
+    model = cls(config(**{**_COMMON, **fields, **overrides}))
     _randomize(model, seed)
     model.to(dtype).save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
+    for i in range(overrides.get("num_nextn_predict_layers", 0)):
+        _add_mtp_layer(directory, model.config.num_hidden_layers + i)
     return directory
+
+
+def _add_mtp_layer(directory: Path, layer: int) -> None:
+    """What transformers leaves out when it saves: a layer like the last one, and what only such a layer has."""
+    tensors = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(layer)
+    hidden = tensors["model.norm.weight"].shape[0]
+    shapes = {"enorm": (hidden,), "hnorm": (hidden,), "eh_proj": (hidden, 2 * hidden), "shared_head.norm": (hidden,)}
+    last, own = f"model.layers.{layer - 1}.", f"model.layers.{layer}."
+    first_indexer = {name: t for name, t in tensors.items() if name.startswith("model.layers.0.self_attn.indexer.")}
+    made = {name.replace(last, own): t.shape for name, t in tensors.items() if name.startswith(last)}
+    made |= {name.replace("layers.0.", f"layers.{layer}."): t.shape for name, t in first_indexer.items()}
+    made |= {f"{own}{name}.weight": torch.Size(shape) for name, shape in shapes.items()}
+    tensors |= {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in made.items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def make_tiny_critic(path: Path | str, policy: Path | str, *, seed: int = 0) -> Path:
@@ -65,6 +130,10 @@ def make_tiny_critic(path: Path | str, policy: Path | str, *, seed: int = 0) -> 
     shutil.copytree(policy, directory)
     tensors = load_file(directory / "model.safetensors")
     tensors.pop("lm_head.weight", None)
+    num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
+    beside = [name for name in tensors if ".indexer." in name or f".layers.{num_layers}." in name]
+    for name in beside:
+        del tensors[name]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "role": "critic"}))
@@ -75,9 +144,9 @@ def make_tiny_critic(path: Path | str, policy: Path | str, *, seed: int = 0) -> 
 
 def load_hf(directory: Path | str) -> Any:
     """The checkpoint as transformers reads it, float32, ready for a forward."""
-    cls = {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM, "Qwen3ForCausalLM": Qwen3ForCausalLM}
-    config = json.loads((Path(directory) / "config.json").read_text())
-    return cls[config["architectures"][0]].from_pretrained(directory, dtype=torch.float32).eval()
+    name = json.loads((Path(directory) / "config.json").read_text())["architectures"][0]
+    cls = next(cls for _, cls, _ in _MODELS.values() if cls.__name__ == name)
+    return cls.from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -99,3 +168,6 @@ def _randomize(model: Any, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.08 * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))

@@ -28,12 +28,14 @@ class RMSNorm(nn.Module):
 
 
 class LatentCoreAttention(DotProductAttention):
-    """Megatron's local attention with heads whose values are of another size than queries and keys."""
+    """Megatron's local attention, which takes heads with values of another size, if it is not told so.
 
-    def __init__(self, *args: Any, k_channels: int, v_channels: int, **kwargs: Any) -> None:
+    Its output has `config.kv_channels` per head: the size of a value.
+    """
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        heads = self.num_attention_heads_per_partition
-        assert self.hidden_size_per_partition == heads * v_channels, "config.kv_channels is the size of a value"
+        assert v_channels in (0, self.config.kv_channels), f"a value of {v_channels} is not config.kv_channels"
 
 
 def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
@@ -52,11 +54,12 @@ def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int 
     for layer in specs.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = attention.kv_layernorm = RMSNorm
         if config.multi_latent_attention:
-            attention.core_attention = LatentCoreAttention
+            attention.q_layernorm = attention.kv_layernorm = RMSNorm
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+            attention.core_attention = LatentCoreAttention
+        elif config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
     specs.layer_norm = RMSNorm
     return specs
 

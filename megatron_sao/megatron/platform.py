@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import megatron.core.tensor_parallel.random as megatron_random
-import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
 
 _CPU = torch.device("cpu")

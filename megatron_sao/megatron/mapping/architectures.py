@@ -8,7 +8,9 @@ from megatron_sao.megatron.mapping.glm_moe_dsa import GLM_MOE_DSA
 from megatron_sao.megatron.mapping.hf_config import HFConfig, architecture_of, parse, read_json
 from megatron_sao.megatron.mapping.qwen3 import QWEN3, QWEN3_MOE
 
-ARCHITECTURES = {architecture.name: architecture for architecture in (QWEN3, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GLM_MOE_DSA)}
+ARCHITECTURES = {
+    architecture.name: architecture for architecture in (QWEN3, QWEN3_MOE, GLM4_MOE, DEEPSEEK_V3, GLM_MOE_DSA)
+}
 
 
 def read_hf_config(directory: Path | str) -> HFConfig:

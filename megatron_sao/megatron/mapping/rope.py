@@ -58,11 +58,15 @@ def _read(data: Mapping[str, Any], kind: Literal["default", "yarn"], names: tupl
         for name, value in part.items():
             known = "rope_type" if name == "type" else name
             if known in found and found[known] != value and known != "rope_type":
-                raise ValueError(f"one {known} is needed (top level or in rope_parameters), not {found[known]}, {value}")
+                raise ValueError(
+                    f"one {known} is needed (top level or in rope_parameters), not {found[known]}, {value}"
+                )
             found[known] = value
     if "rope_theta" not in found:
         raise ValueError("one rope_theta is needed (top level or in rope_parameters); there is none")
     wrong = found["rope_type"] != kind or found.keys() != {"rope_type", *names}
     if wrong or not all(isinstance(found[name], int | float) for name in names):
-        raise ValueError(f"RoPE scaling {found} is not implemented; implemented: rope_type {kind} with {', '.join(names)}")
+        raise ValueError(
+            f"RoPE scaling {found} is not implemented; implemented: rope_type {kind} with {', '.join(names)}"
+        )
     return found

@@ -47,7 +47,9 @@ def _gate_up(scope: Scope, prefix: str, size: str, *megatron: str) -> TensorKind
 
 
 def _qkv(end: str, dims: Dims, presence: Presence = "always") -> TensorKind:
-    hf = tuple((f"{_ATTENTION}{part}_proj.{end}", (size, *dims)) for part, size in (("q", "q"), ("k", "kv"), ("v", "kv")))
+    hf = tuple(
+        (f"{_ATTENTION}{part}_proj.{end}", (size, *dims)) for part, size in (("q", "q"), ("k", "kv"), ("v", "kv"))
+    )
     return TensorKind(
         scope="layer", hf=hf, megatron=(f"{_SELF}linear_qkv.{end}",), layout=FusedQKV(), presence=presence
     )

@@ -59,7 +59,9 @@ INERT_LATENT = frozenset({"auto_map", "ep_size", "head_dim", "pretraining_tp", "
 def _as_many_kv_heads(data: Mapping[str, Any]) -> int:
     heads = data["num_attention_heads"]
     if data.get("num_key_value_heads", heads) != heads:
-        raise ValueError(f"num_key_value_heads = {data['num_key_value_heads']}: latent attention has one per head, {heads}")
+        raise ValueError(
+            f"num_key_value_heads = {data['num_key_value_heads']}: latent attention has one per head, {heads}"
+        )
     return int(heads)
 
 

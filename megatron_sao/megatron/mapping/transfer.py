@@ -131,7 +131,7 @@ def gather(
 ) -> dict[str, Tensor]:
     """Whole tensors by HF name on global rank 0, `{}` elsewhere. Collective: every rank calls it with the same names.
 
-    `dtype` None keeps the model's own types; buffers keep theirs in any case. The tensors are copies, on the model's device.
+    `dtype` None keeps the model's own types; buffers always do. The tensors are copies, on the model's device.
 
     Raises:
         ValueError: a name that the model does not have.
