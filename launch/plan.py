@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import Config, RoleConfig, load
+from megatron_sao.config import Config, LayoutConfig, RoleConfig, load
 from megatron_sao.controller.report import write_atomically
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
@@ -53,6 +53,7 @@ class RolePlan:
     usable_bytes: int  # of a GPU
     stages: tuple[StageMemory, ...] = ()  # by pipeline rank; none for an engine
     kv_tokens: int = 0  # an engine's cache
+    saved_bytes: int = 0  # of its fullest GPU, by what is frozen
     help: str = ""  # what would help, where it does not fit
 
     @property
@@ -124,8 +125,28 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
 def _trained(
     name: Literal["actor", "critic"], config: Config, role: RoleConfig, hf: HFConfig, freeze: tuple[str, ...]
 ) -> RolePlan:
-    layout = role.layout
-    place = Parallel(
+    _check(f"{name}.layout", hf, _place(role.layout))
+    dtype = config.model.dtype
+    stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, freeze))
+    fullest = max(stages, key=lambda stage: stage.total_bytes)
+    unfrozen = role_memory(hf, role, dtype=dtype)[stages.index(fullest)]
+    parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
+    usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
+    excess = sum(parts.values()) - usable
+    return RolePlan(
+        name=name,
+        num_gpus=role.layout.num_ranks,
+        parts=parts,
+        usable_bytes=usable,
+        stages=stages,
+        saved_bytes=unfrozen.total_bytes - fullest.total_bytes,
+        help=advice(parts, role) if excess > 0 else "",
+    )
+
+
+def _place(layout: LayoutConfig) -> Parallel:
+    """The sizes that a layout gives to Megatron, without any group."""
+    return Parallel(
         world_size=layout.num_ranks,
         tensor_size=layout.tensor,
         context_size=layout.context,
@@ -136,23 +157,13 @@ def _trained(
         pipeline_size=layout.pipeline,
         virtual_stages=layout.virtual_stages,
     )
+
+
+def _check(what: str, hf: HFConfig, place: Parallel) -> None:
     try:
         check_layout(hf, place)
     except ValueError as error:
-        raise ValueError(f"{name}.layout: {error}") from None
-    stages = role_memory(hf, role, dtype=config.model.dtype, frozen=frozen_names(hf, freeze))
-    fullest = max(stages, key=lambda stage: stage.total_bytes)
-    parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
-    usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
-    excess = sum(parts.values()) - usable
-    return RolePlan(
-        name=name,
-        num_gpus=layout.num_ranks,
-        parts=parts,
-        usable_bytes=usable,
-        stages=stages,
-        help=advice(parts, role) if excess > 0 else "",
-    )
+        raise ValueError(f"{what}: {error}") from None
 
 
 def _publish_bytes(config: Config, hf: HFConfig) -> int:
@@ -162,6 +173,7 @@ def _publish_bytes(config: Config, hf: HFConfig) -> int:
 
 def _engine(config: Config, hf: HFConfig) -> RolePlan:
     engine, rollout = config.engine, config.rollout
+    _check("engine", hf, Parallel(tensor_size=engine.tensor))
     memory = serving_memory(hf, dtype=config.model.dtype, tensor=engine.tensor)
     gpu_bytes = GPU_BYTES[config.cluster.gpu]
     static = int(gpu_bytes * _static_fraction(config))
@@ -224,5 +236,6 @@ def _role_json(role: RolePlan) -> dict[str, object]:
         "usable_bytes": role.usable_bytes,
         "fits": role.fits,
         "parts": role.parts,
+        "saved_by_freezing_bytes": role.saved_bytes,
         **shown,
     }

@@ -85,6 +85,7 @@ def _assumptions(plan: Plan) -> list[str]:
         _shards(plan, name, layout)
         for name, layout in (("actor", config.actor.layout), ("critic", config.critic.layout))
     ]
+    lines += [_frozen(role) for role in plan.roles if role.saved_bytes]
     lines.append(
         f"engine: {engine.kv_tokens:,} tokens of KV cache, {engine.kv_tokens / config.rollout.max_episode_tokens:.1f} "
         "episodes of the greatest length at once"
@@ -112,6 +113,14 @@ def _shards(plan: Plan, name: str, layout: LayoutConfig) -> str:
     copies = f"dense tensors have {layout.data * layout.context} copies"
     parts.append(f"{copies}, experts {layout.expert_data}" if hf.num_experts else copies)
     return "; ".join(parts)
+
+
+def _frozen(role: RolePlan) -> str:
+    frozen, held = (sum(getattr(s, name) for s in role.stages) for name in ("num_frozen", "num_parameters"))
+    return (
+        f"{role.name}: {frozen / held:.1%} of its parameters are frozen; without their gradients and Adam's state the "
+        f"fullest GPU holds {_gib(role.saved_bytes)} GiB less"
+    )
 
 
 def _verdicts(plan: Plan) -> list[str]:

@@ -1,6 +1,6 @@
 """What real ranks hold of a model, measured: parameters, gradient buffers, optimizer state, peak of activations.
 
-And what a rehearsal of the longest micro-batch leaves behind. Models have random weights: only their config.json exists.
+And what a rehearsal of the longest micro-batch leaves behind. Weights are random: a model is its config.json.
 """
 
 import dataclasses
@@ -192,7 +192,7 @@ def _optimizer_bytes(trainer: Trainer) -> int:
 
 
 def _too_long(rank: int, root: Path) -> str:
-    """A mask of more bytes than there are addresses. The other ranks do not take part: no collective comes before it."""
+    """A mask of more bytes than there are addresses. Other ranks do not take part: no collective comes before it."""
     case = Case(model="moe", layout={"num_ranks": 4, "expert": 4})
     trainer = _trainer(rank, root / case.model, case)
     if rank:
