@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_sao.megatron.layer_specs import layer_specs
+from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.parallel import Parallel
@@ -58,6 +58,7 @@ class PolicyModel(GPTModel):
     """`model(token_ids [1,T], position_ids [1,T], attention_mask, packed_seq_params=...)` -> logits [1, T, V/tp]."""
 
     hf_config: HFConfig
+    max_tokens: int | None  # of one sequence: above it this model is not the checkpoint's
     frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
@@ -87,25 +88,43 @@ class CriticModel(PolicyModel):
 
 
 def build_policy(
-    directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
+    directory: Path | str,
+    parallel: Parallel,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    approximate_sparse_attention: bool = False,
 ) -> PolicyModel:
     """The model of `directory`'s `config.json` with random weights (`checkpoint.load_policy` fills them), without DDP.
 
+    `approximate_sparse_attention`: take sequences of any length where dense attention stands in for a sparse one.
+
     Raises:
-        ValueError: as `read_hf_config`; the directory holds a critic; a size that the layout does not divide.
+        ValueError: as `read_hf_config`; the directory holds a critic, or quantised weights; a size that the layout does
+            not divide.
     """
     config = read_hf_config(directory)
     if config.role != "policy":
         raise ValueError(f"{directory} holds a {config.role}, not a policy: give the directory of a policy")
-    return _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)  # type: ignore[return-value]
+    model = _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    model.max_tokens = None if approximate_sparse_attention else attention_of(config).max_exact_tokens
+    return model
 
 
 def build_critic(
-    directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
+    directory: Path | str,
+    parallel: Parallel,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    approximate_sparse_attention: bool = False,
 ) -> CriticModel:
     """As `build_policy`, from a policy's directory or an exported critic's; the value head is float32 and zero."""
     config = dataclasses.replace(read_hf_config(directory), role="critic")
     model = _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    model.max_tokens = None if approximate_sparse_attention else attention_of(config).max_exact_tokens
     width = tuple(model.value_head.weight.shape)
     assert width == (1, config.hidden_size), f"the value head must be [1, hidden], not {width}"
     return model  # type: ignore[return-value]
@@ -120,6 +139,11 @@ def _build(
     dtype: torch.dtype,
     recompute: Recompute,
 ) -> PolicyModel:
+    if hf.quantization is not None:
+        raise ValueError(
+            f"the weights of this {hf.architecture} are quantised ({hf.quantization}): convert them to bfloat16, and "
+            "leave quantization_config out of its config.json"
+        )
     check_layout(hf, parallel)
     config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
     model = cls(
