@@ -175,6 +175,6 @@ def _check_lengths(max_tokens: int | None, lengths: Sequence[int]) -> None:
     if max_tokens is not None and max(lengths) > max_tokens:
         raise ValueError(
             f"a sequence of {max(lengths)} tokens: above index_topk = {max_tokens} the model's attention is sparse, "
-            "and Megatron's dense one is an approximation: set model.approximate_sparse_attention = true to want it, or "
+            "and Megatron's dense one an approximation: set model.approximate_sparse_attention = true to want it, or "
             "lower rollout.max_episode_tokens"
         )
