@@ -27,7 +27,7 @@ from launch.watch import Watch
 from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
 from megatron_sao.controller.report import Summary
-from megatron_sao.controller.run import Work, load_work, train, vocab_size
+from megatron_sao.controller.run import Work, check_sequence_length, load_work, train, vocab_size
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 
@@ -110,4 +110,5 @@ def check(config: Config) -> Placement:
     path = config.model.path
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.path = {path!r} is not a model directory: it has no config.json")
+    check_sequence_length(config)
     return place(config, visible_devices())

@@ -20,6 +20,8 @@ from tests.tiny_models import make_tiny_critic, make_tiny_model
 
 CPU = Platform(device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False)
 Change = Callable[[Path], None]
+MTP = {"num_nextn_predict_layers": 1}
+MTP_COPIES = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     make_tiny_model(root / "policy", seed=1)
     make_tiny_model(root / "tied", arch="qwen3", tie_word_embeddings=True, seed=1)
+    make_tiny_model(root / "glm5", arch="glm_moe_dsa", seed=1, indexer_types=["full", "shared", "full"], **MTP)
     make_tiny_critic(root / "critic", root / "policy")
     return root
 
@@ -131,6 +134,47 @@ WEIGHT_CASES: dict[str, tuple[str, str, Change, str]] = {
         _with_config(role="critic"),
         "lacks the weight files value_head",
     ),
+    **{
+        f"glm5 without {name}": (
+            "policy",
+            "glm5",
+            _with_tensors(lambda tensors, name=name: tensors.pop(f"model.layers.{name}")),  # type: ignore[misc]
+            f"missing: model.layers.{name};",
+        )
+        for name in ("2.mlp.gate.e_score_correction_bias", "0.self_attn.indexer.wk.weight", "3.eh_proj.weight")
+    },
+    "glm5 with its indexers and a layer to predict more": ("policy", "glm5", _nothing, "loaded"),
+    "glm5 as critic": ("critic", "glm5", _nothing, "loaded"),
+    "glm5 with copies of embedding and head": (
+        "policy",
+        "glm5",
+        _with_tensors(lambda t: t.update({name: t["lm_head.weight"].clone() for name in MTP_COPIES})),
+        "loaded",
+    ),
+    "glm5 with an indexer where it is shared": (
+        "policy",
+        "glm5",
+        _with_tensors(lambda t: t.update({"model.layers.1.self_attn.indexer.wk.weight": torch.ones(24, 64)})),
+        "does not have: model.layers.1.self_attn.indexer.wk.weight",
+    ),
+    "glm5 with an indexer of another shape": (
+        "policy",
+        "glm5",
+        _with_tensors(lambda t: t.update({"model.layers.0.self_attn.indexer.wk.weight": torch.ones(64, 24)})),
+        "indexer.wk.weight is F32 [64, 24]; config.json says [24, 64]",
+    ),
+    "glm5 with scales of float8 blocks": (
+        "policy",
+        "glm5",
+        _with_tensors(lambda t: t.update({"model.layers.0.self_attn.o_proj.weight_scale_inv": torch.ones(1, 1)})),
+        "does not have: model.layers.0.self_attn.o_proj.weight_scale_inv",
+    ),
+    "glm5 that says it is quantised": (
+        "policy",
+        "glm5",
+        _with_config(quantization_config={"quant_method": "fp8"}),
+        "are quantised (fp8): convert them to bfloat16",
+    ),
     "dropout": ("policy", "policy", _with_config(attention_dropout=0.5), "loaded"),
 }
 
@@ -165,9 +209,9 @@ def test_another_models_directory_is_refused_field_by_field(loaded: dict[str, st
         (lambda d: shutil.rmtree(d), "is no model directory"),
         (lambda d: (d / "config.json").write_text("{"), "is not JSON"),
         (lambda d: (d / "config.json").write_text("[]"), "holds a list"),
-        (_with_config(architectures=["LlamaForCausalLM"]), "supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM"),
-        (_with_config(architectures=...), "supported: Qwen3ForCausalLM"),
-        (_with_config(quantization_config={}, partial_rotary_factor=0.5), "partial_rotary_factor, quantization_config"),
+        (_with_config(architectures=["LlamaForCausalLM"]), "supported: DeepseekV3ForCausalLM, Glm4MoeForCausalLM"),
+        (_with_config(architectures=...), "supported: DeepseekV3ForCausalLM"),
+        (_with_config(sliding_layers=3, partial_rotary_factor=0.5), "partial_rotary_factor, sliding_layers"),
         (_with_config(hidden_size=..., head_dim=...), "missing config fields head_dim, hidden_size"),
         (_with_config(hidden_size="64"), "hidden_size = '64' must be a positive int"),
         (_with_config(num_hidden_layers=0), "num_hidden_layers = 0"),

@@ -86,6 +86,17 @@ def test_only_trained_tensors_and_buffers_are_sent_unless_all_are_asked_for() ->
     assert names(make_plan(tensors, bucket_bytes=100, full=True)) == ["trained", "frozen", "bias"]
 
 
+def test_joined_tensors_share_a_bucket_and_are_sent_if_one_of_them_is_trained() -> None:
+    """SGLang fuses q_a_proj with kv_a_proj_with_mqa, and forgets the one that came alone when its load ends."""
+    frozen = tensor("q_a", trained=False)
+    tensors = [tensor("a"), frozen, dataclasses.replace(tensor("kv_a"), joined=True), tensor("b")]
+    for full in (True, False):
+        plan = make_plan(tensors, bucket_bytes=32, full=full)
+        assert [[spec.name for spec in bucket.tensors] for bucket in plan.buckets] == [["a"], ["q_a", "kv_a"], ["b"]]
+    untrained = [tensor("a"), frozen, dataclasses.replace(frozen, spec=tensor("kv_a").spec, joined=True)]
+    assert names(make_plan(untrained, bucket_bytes=32, full=False)) == ["a"]
+
+
 def test_a_tensor_larger_than_a_bucket_travels_alone() -> None:
     plan = make_plan([tensor("a"), tensor("large", shape=(100,)), tensor("b")], bucket_bytes=64, full=True)
     assert [[spec.name for spec in bucket.tensors] for bucket in plan.buckets] == [["a"], ["large"], ["b"]]

@@ -48,8 +48,8 @@ _COMMON = {
 _SHARED_EXPERTS = {
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
+    "n_routed_experts": 16,
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 40,
     "n_shared_experts": 1,
     "routed_scaling_factor": 2.5,
@@ -84,7 +84,7 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "deepseek_v3": (
         DeepseekV3Config,
         DeepseekV3ForCausalLM,
-        {**_SHARED_EXPERTS, **_LATENT, "n_group": 4, "topk_group": 1, "rope_theta": 10000.0, "rope_scaling": _YARN},
+        {**_SHARED_EXPERTS, **_LATENT, "n_group": 4, "topk_group": 2, "rope_theta": 10000.0, "rope_scaling": _YARN},
     ),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM, {**_SHARED_EXPERTS, **_LATENT, **_DSA}),
 }
@@ -101,8 +101,9 @@ def make_tiny_model(
     torch.manual_seed(seed)
     config, cls, fields = _MODELS[arch]
     model = cls(config(**{**_COMMON, **fields, **overrides}))
+    model.to(dtype)
     _randomize(model, seed)
-    model.to(dtype).save_pretrained(directory)
+    model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     for i in range(overrides.get("num_nextn_predict_layers", 0)):
         _add_mtp_layer(directory, model.config.num_hidden_layers + i)
@@ -170,4 +171,4 @@ def _randomize(model: Any, seed: int) -> None:
             parameter.copy_(1 + 0.2 * noise if name.endswith("norm.weight") else 0.08 * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
+                buffer.data = 0.2 * torch.randn(buffer.shape, generator=generator)  # float32 in every checkpoint

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -198,6 +199,7 @@ def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor
 
 def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
     """Model output of a packed row: policy logits [1, B, V/tp], critic values [1, B], hidden states of a stage."""
+    _check_lengths(get_attr_wrapped_model(model, "max_tokens"), row.lengths)
     device = row.token_ids_B.device
     lengths = torch.tensor(row.lengths, device=device)
     segments = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # of the whole row
@@ -208,3 +210,12 @@ def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
         )
     output: Tensor = model(row.token_ids_B[None], row.position_ids_B[None], mask, packed_seq_params=packed)
     return output
+
+
+def _check_lengths(max_tokens: int | None, lengths: Sequence[int]) -> None:
+    if max_tokens is not None and max(lengths) > max_tokens:
+        raise ValueError(
+            f"a sequence of {max(lengths)} tokens: above index_topk = {max_tokens} the model's attention is sparse, "
+            "and Megatron's dense one an approximation: set model.approximate_sparse_attention = true to want it, or "
+            "lower rollout.max_episode_tokens"
+        )

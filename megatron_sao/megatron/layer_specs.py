@@ -1,6 +1,7 @@
 """Layer specs for the two platforms, and what keeps the sequences of a packed row apart in their attention."""
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +12,28 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.platform import Platform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    """Which attention Megatron computes for a model."""
+
+    kind: Literal["grouped-query", "latent", "latent, dense for sparse"]
+    max_exact_tokens: int | None  # longer sequences are not computed as the checkpoint's model would; None: all are
+
+
+def attention_of(hf: HFConfig) -> Attention:
+    """The one place that says it.
+
+    A sparse attention (DSA) of `index_topk` tokens is dense up to that length. Megatron-core 0.16.1 has classes for it
+    but no spec that builds them, no layers that share a choice, and an indexer that sees other latents than GLM's.
+    Later releases up to 0.19 have not been tried with GLM's; whoever does so decides here.
+    """
+    if hf.index_topk:
+        return Attention(kind="latent, dense for sparse", max_exact_tokens=hf.index_topk)
+    return Attention(kind="latent" if hf.kv_lora_rank else "grouped-query", max_exact_tokens=None)
 
 
 class RMSNorm(nn.Module):

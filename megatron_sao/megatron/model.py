@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_sao.megatron.layer_specs import layer_specs
+from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.transfer import EMBEDDING
@@ -66,6 +66,8 @@ class PolicyModel(GPTModel):
 
     One chunk of the layers: what is not the last one gives hidden states [T/tp, 1, H].
     """
+
+    max_tokens: int | None = None  # of one sequence: above it this model is not the checkpoint's
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row.
@@ -147,25 +149,49 @@ class Model:
 
 
 def build_policy(
-    directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
+    directory: Path | str,
+    parallel: Parallel,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    approximate_sparse_attention: bool = False,
 ) -> Model:
     """The model of `directory`'s `config.json` with random weights (`checkpoint.load_policy` fills them), without DDP.
 
+    `approximate_sparse_attention`: take sequences of any length where dense attention stands in for a sparse one.
+
     Raises:
-        ValueError: as `read_hf_config`; the directory holds a critic; a size that the layout does not divide.
+        ValueError: as `read_hf_config`; the directory holds a critic, or quantised weights; a size that the layout does
+            not divide.
     """
     config = read_hf_config(directory)
     if config.role != "policy":
         raise ValueError(f"{directory} holds a {config.role}, not a policy: give the directory of a policy")
-    return _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    model = _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    _limit(model, config, approximate_sparse_attention)
+    return model
 
 
 def build_critic(
-    directory: Path | str, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute = "none"
+    directory: Path | str,
+    parallel: Parallel,
+    platform: Platform,
+    *,
+    dtype: torch.dtype,
+    recompute: Recompute = "none",
+    approximate_sparse_attention: bool = False,
 ) -> Model:
     """As `build_policy`, from a policy's directory or an exported critic's; the value head is float32 and zero."""
     config = dataclasses.replace(read_hf_config(directory), role="critic")
-    return _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    model = _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    _limit(model, config, approximate_sparse_attention)
+    return model
+
+
+def _limit(model: Model, config: HFConfig, approximate: bool) -> None:
+    for chunk in model.chunks:
+        chunk.max_tokens = None if approximate else attention_of(config).max_exact_tokens
 
 
 def _build(
@@ -177,6 +203,11 @@ def _build(
     dtype: torch.dtype,
     recompute: Recompute,
 ) -> Model:
+    if hf.quantization is not None:
+        raise ValueError(
+            f"the weights of this {hf.architecture} are quantised ({hf.quantization}): convert them to bfloat16, and "
+            "leave quantization_config out of its config.json"
+        )
     check_layout(hf, parallel)
     config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
     layers = stage_layers(hf.num_layers, parallel.num_stages)

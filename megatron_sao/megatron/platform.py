@@ -52,6 +52,7 @@ def _cpu_platform() -> Platform:
     _send_cuda_tensors_to_the_cpu()
     _stand_in_for_cuda_random_states()
     _complete_megatron()
+    torch.compiler.set_stance("force_eager")  # Megatron compiles the router's count of tokens: a minute for no gain
     return Platform(device=_CPU, backend="gloo", transformer_engine=False, fused_weight_gradients=False)
 
 

@@ -12,6 +12,7 @@ from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.probe import rehearse
 from megatron_sao.megatron.step import Trainer, policy_update, score
+from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.roles import publishing
 from megatron_sao.roles.spec import ActorSpec
 from megatron_sao.roles.trained import TrainedRole
@@ -57,13 +58,20 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     """
     config, directory = spec.config, Path(spec.model.path)
     dtype = getattr(torch, spec.model.dtype)
-    model = build_policy(directory, parallel, platform, dtype=dtype, recompute=config.recompute)
+    model = build_policy(
+        directory,
+        parallel,
+        platform,
+        dtype=dtype,
+        recompute=config.recompute,
+        approximate_sparse_attention=spec.model.approximate_sparse_attention,
+    )
     load_policy(model, directory, parallel)
     frozen = freeze(model, parallel, config.freeze)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
     rehearse(trainer, config)
     trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory)
     trained.log_description()
-    source = MegatronSource(model, parallel)
+    source = MegatronSource(model, parallel, carried_tensors(directory))
     sender = WeightSender(source, rank=parallel.rank, backend=platform.backend, host=spec.meeting.publish_host)
     return Actor(trained, sender, cancelled, eps_low=spec.eps_low, eps_high=spec.eps_high)

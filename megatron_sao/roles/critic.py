@@ -75,7 +75,14 @@ def build_critic(spec: CriticSpec, parallel: Parallel, platform: Platform) -> Cr
     """
     config, directory = spec.config, source_directory(spec)
     dtype = getattr(torch, spec.model.dtype)
-    model = build_model(directory, parallel, platform, dtype=dtype, recompute=config.recompute)
+    model = build_model(
+        directory,
+        parallel,
+        platform,
+        dtype=dtype,
+        recompute=config.recompute,
+        approximate_sparse_attention=spec.model.approximate_sparse_attention,
+    )
     load_critic(model, directory, parallel)
     frozen = freeze(model, parallel, freeze_patterns(config))
     trainer = Trainer.of(model, parallel, platform, config.optimizer)

@@ -35,6 +35,7 @@ class Publishable:
     trained: bool
     is_buffer: bool  # published although no parameter, e.g. a router's correction bias
     owner: int = 0  # the first rank of the actor that holds it or a shard of it
+    joined: bool = False  # to the tensor before it: an engine loads both in one bucket, or neither
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
@@ -44,7 +45,8 @@ def tensor_bytes(spec: TensorSpec) -> int:
 
 
 def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool, direct: bool = False) -> PublishPlan:
-    """Buckets of at most `bucket_bytes` in the order of `tensors`; a larger tensor is a bucket of its own.
+    """Buckets of at most `bucket_bytes` in the order of `tensors`; a larger tensor is a bucket of its own. Joined
+    tensors are sent together, even if only one of them is trained.
 
     `full` sends everything; else what training can change: trained parameters and buffers. `direct`: each tensor leaves
     from its owner, the owners in turn, so that one prepares its bucket while another sends; else all leave from rank 0.
@@ -56,13 +58,13 @@ def make_plan(tensors: Sequence[Publishable], *, bucket_bytes: int, full: bool, 
     if len(set(names)) != len(names):
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"given twice for one publish: {', '.join(twice)}; tied tensors are sent once")
-    chosen = [tensor for tensor in tensors if full or tensor.trained or tensor.is_buffer]
+    chosen = [run for run in _runs(tensors) if full or any(tensor.trained or tensor.is_buffer for tensor in run)]
     if not chosen:
         raise ValueError(f"none of {len(names)} tensors is trained or a buffer: a publish has nothing to send")
-    by_source: dict[int, list[TensorSpec]] = {}
-    for tensor in chosen:
-        by_source.setdefault(tensor.owner if direct else 0, []).append(tensor.spec)
-    filled = {source: _fill(specs, bucket_bytes) for source, specs in by_source.items()}
+    by_source: dict[int, list[list[TensorSpec]]] = {}
+    for run in chosen:
+        by_source.setdefault(run[0].owner if direct else 0, []).append([tensor.spec for tensor in run])
+    filled = {source: _fill(runs, bucket_bytes) for source, runs in by_source.items()}
     turns = itertools.zip_longest(*([_bucket(specs, source) for specs in filled[source]] for source in sorted(filled)))
     buckets = tuple(bucket for turn in turns for bucket in turn if bucket is not None)
     return PublishPlan(buckets=buckets, digest=digest(buckets))
@@ -91,16 +93,27 @@ def offsets(bucket: Bucket) -> tuple[int, ...]:
     return tuple(itertools.accumulate(sizes, initial=0))[:-1]
 
 
-def _fill(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
+def _runs(tensors: Sequence[Publishable]) -> list[list[Publishable]]:
+    """Each tensor with those that are joined to it."""
+    runs: list[list[Publishable]] = []
+    for tensor in tensors:
+        if tensor.joined:
+            runs[-1].append(tensor)
+        else:
+            runs.append([tensor])
+    return runs
+
+
+def _fill(runs: Iterable[Sequence[TensorSpec]], bucket_bytes: int) -> list[list[TensorSpec]]:
     buckets: list[list[TensorSpec]] = []
     free = 0
-    for spec in specs:
-        size = tensor_bytes(spec)
+    for run in runs:
+        size = sum(map(tensor_bytes, run))
         if not buckets or size > free:
             buckets.append([])
             free = bucket_bytes
-        buckets[-1].append(spec)
-        free -= size  # below 0 after a tensor that is larger than a bucket: nothing joins it
+        buckets[-1].extend(run)
+        free -= size  # below 0 after a run that is larger than a bucket: nothing joins it
     return buckets
 
 

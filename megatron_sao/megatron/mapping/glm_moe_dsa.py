@@ -1,4 +1,4 @@
-"""GLM-5, 5.1 and 5.2: latent attention with an indexer that chooses tokens; in 5.2 most layers take another's choice."""
+"""GLM-5, 5.1 and 5.2: latent attention with an indexer that chooses tokens; most layers of 5.2 take another's."""
 
 from collections.abc import Mapping
 from typing import Any
