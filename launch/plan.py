@@ -12,6 +12,7 @@ from typing import Literal
 
 from megatron_sao.config import Config, LayoutConfig, RoleConfig, load
 from megatron_sao.controller.report import write_atomically
+from megatron_sao.controller.run import check_sequence_length
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -92,7 +93,10 @@ def load_plan(path: Path, overrides: Sequence[str], model: Path | None) -> Plan:
         ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
     """
     config = load(path, overrides)
-    return make_plan(config, read_hf_config(model or model_directory(config, path.parent)))
+    directory = model or model_directory(config, path.parent)
+    hf = read_hf_config(directory)
+    check_sequence_length(config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})}))
+    return make_plan(config, hf)
 
 
 def model_directory(config: Config, beside: Path) -> Path:

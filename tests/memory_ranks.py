@@ -19,7 +19,7 @@ from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.model import build_critic, build_policy
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install
-from megatron_sao.megatron.probe import rehearse
+from megatron_sao.megatron.probe import longest_rows, rehearse
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer, policy_update, value_update
 from tests.live_bytes import LiveBytes
@@ -50,6 +50,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> real model, and what 
             "qk_head_dim": 24,
             "n_routed_experts": 8,
             "first_k_dense_replace": 1,
+            "index_topk": 48,  # so that a row has several trajectories
             "indexer_types": ["full", "shared", "shared", "full"],
             "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
         },
@@ -67,7 +68,7 @@ def write_models(root: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """A role that trains on rows of `num_tokens` tokens, as many rows as there are pipeline stages."""
+    """A role that trains on rows of `num_tokens` tokens."""
 
     model: str
     layout: dict[str, int]
@@ -122,7 +123,7 @@ def _measure(trainer: Trainer, case: Case) -> Held:
     before = _digest(trainer)
     rehearse(trainer, case.config)
     after = _digest(trainer)
-    shard = _rows(trainer, case.num_tokens, trainer.parallel.pipeline_size)
+    shard = longest_rows(trainer.model.hf_config, trainer.parallel, case.num_tokens)
     _update(trainer, shard, case.role)  # Adam makes its state at the first step
     with LiveBytes() as live:
         _update(trainer, shard, case.role)
@@ -148,27 +149,12 @@ def _digest(trainer: Trainer) -> str:
     return found.hexdigest()
 
 
-def _rows(trainer: Trainer, num_tokens: int, num_rows: int) -> Shard:
-    """Rows of one trajectory each, all of it actions but the first token."""
-    total = num_tokens * num_rows
-    is_action = np.arange(total) % num_tokens > 0
-    return Shard(
-        offsets=np.arange(0, total + 1, num_tokens),
-        token_ids=np.random.default_rng(3).integers(0, 512, total).astype(np.int32),
-        is_action=is_action,
-        rollout_logprobs=np.where(is_action, -6.0, 0.0).astype(np.float32),
-        version=is_action.astype(np.int32) - 1,
-        micro_batches=tuple((row,) for row in range(num_rows)),
-        num_action_tokens=int(is_action.sum()) * trainer.parallel.data_size,
-    )
-
-
 def _update(trainer: Trainer, shard: Shard, role: str) -> None:
     ones = np.ones(shard.num_local_action_tokens)
     if role == "critic":
         value_update(trainer, shard, ones)
     else:
-        policy_update(trainer, shard, ones, eps_low=0.9, eps_high=1e9, version=0)
+        policy_update(trainer, shard, ones, eps_low=0.3, eps_high=5.0, version=0)
 
 
 def _correction_biases(trainer: Trainer) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,7 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
         ),
         (("critic.freeze=['*.attention.*']",), "freeze patterns that match no tensor"),
         (("--model", "no/such"), "no/such is no model directory"),
+        (("--model", str(CONFIGS / "models/zai-org/GLM-5.2")), "exceeds index_topk = 2048 of .*GLM-5.2"),
         (("actor.layout.contxt=2",), "unknown key 'actor.layout.contxt'"),
     ],
 )
@@ -143,8 +145,7 @@ def test_bad_input_is_status_1_and_says_what_would_do(
 ) -> None:
     status, found = plan(MATH, tmp_path / "plan.json", *overrides)
     assert (status, found) == (1, {})
-    with pytest.raises(AssertionError, match=message):
-        raise AssertionError(capsys.readouterr().err)
+    assert re.search(message, capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -173,8 +174,7 @@ def test_what_does_not_fit_is_status_1_and_says_what_would_help(
     assert (status, found["fits"]) == (1, False)
     assert [name for name, each in found["roles"].items() if not each["fits"]] == [role]
     assert found["roles"][role]["bytes_per_gpu"] == sum(found["roles"][role]["parts"].values())
-    with pytest.raises(AssertionError, match=f"{role} does not fit: .*{message}"):
-        raise AssertionError(capsys.readouterr().out)
+    assert re.search(f"{role} does not fit: .*{message}", capsys.readouterr().out)
 
 
 def test_a_model_directory_comes_before_the_copies_of_config_files(tmp_path: Path) -> None:

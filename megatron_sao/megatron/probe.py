@@ -14,7 +14,9 @@ from torch import Tensor
 
 from megatron_sao.config import RoleConfig
 from megatron_sao.megatron.forward import MicroBatch, make_micro_batches, run_training
+from megatron_sao.megatron.layer_specs import attention_of
 from megatron_sao.megatron.logprobs import vocab_parallel_logprobs_and_entropy
+from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import advice, describe, role_memory
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.shard import Shard
@@ -47,9 +49,10 @@ def rehearse(trainer: Trainer, config: RoleConfig) -> None:
 
 
 def _run(trainer: Trainer, num_tokens: int) -> None:
-    shard = _longest_rows(trainer.parallel, num_tokens, trainer.model.hf_config.vocab_size)
+    hf = trainer.model.hf_config
+    shard = longest_rows(hf, trainer.parallel, num_tokens)
     rows = make_micro_batches(shard, {}, parallel=trainer.parallel, platform=trainer.platform)
-    is_critic = trainer.model.hf_config.role == "critic"
+    is_critic = hf.role == "critic"
 
     def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
         states = output[0, row.state_index_a]
@@ -64,18 +67,24 @@ def _run(trainer: Trainer, num_tokens: int) -> None:
         chunk.zero_grad_buffer()
 
 
-def _longest_rows(parallel: Parallel, num_tokens: int, vocab_size: int) -> Shard:
-    """One trajectory a row, all of it actions but the first token. The interleaved schedule needs two rounds."""
+def longest_rows(hf: HFConfig, parallel: Parallel, num_tokens: int) -> Shard:
+    """As many rows as the pipeline holds at once; for the interleaved schedule, which starts earlier, twice as many.
+
+    A row is one trajectory, or several where the model is not exact for longer ones; all but their first tokens are
+    actions.
+    """
+    longest = attention_of(hf).max_exact_tokens or num_tokens
     num_rows = parallel.pipeline_size * (2 if parallel.virtual_stages > 1 else 1)
+    starts = np.arange(0, num_tokens, longest)  # in a row
     place = np.arange(num_tokens * num_rows)
-    is_action = place % num_tokens > 0
+    is_action = place % num_tokens % longest > 0
     return Shard(
-        offsets=np.arange(0, len(place) + 1, num_tokens),
-        token_ids=(place * _STRIDE % vocab_size).astype(np.int32),
+        offsets=np.append((np.arange(num_rows)[:, None] * num_tokens + starts).ravel(), len(place)),
+        token_ids=(place * _STRIDE % hf.vocab_size).astype(np.int32),
         is_action=is_action,
         rollout_logprobs=np.zeros(len(place), dtype=np.float32),
         version=is_action.astype(np.int32) - 1,
-        micro_batches=tuple((row,) for row in range(num_rows)),
+        micro_batches=tuple(tuple(range(i * len(starts), (i + 1) * len(starts))) for i in range(num_rows)),
         num_action_tokens=int(is_action.sum()) * parallel.data_size,
     )
 
