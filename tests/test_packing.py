@@ -66,6 +66,12 @@ def test_waste_is_the_part_of_the_budget_without_a_token() -> None:
     assert metrics["packing/imbalance"].value == pytest.approx(1.0)
 
 
+def test_imbalance_is_the_tokens_of_the_busiest_rank_over_those_of_the_average_one() -> None:
+    metrics = packing_metrics(pack([6, 2], num_ranks=2, max_tokens=8), [6, 2], 8)  # 6 tokens against 4
+    assert metrics["packing/imbalance"].value == pytest.approx(1.5)
+    assert metrics["packing/waste_fraction"].value == pytest.approx(0.5)
+
+
 def test_many_trajectories_pack_in_a_moment() -> None:
     rng = random.Random(0)
     lengths = [rng.randint(1, 4096) for _ in range(20_000)]
