@@ -19,7 +19,12 @@ CASES = {
     "tied, bfloat16": Case(model="tied", layout={"num_ranks": 4, "expert": 2}, dtype="bfloat16"),
     "critic, experts apart": Case(model="glm4", layout={"num_ranks": 4, "expert": 4}, dtype="bfloat16", **CRITIC),
     "not distributed": Case(
-        model="moe", layout={"num_ranks": 4, "tensor": 2}, dtype="bfloat16", distributed=False, num_tokens=256
+        model="moe",
+        layout={"num_ranks": 4, "tensor": 2},
+        dtype="bfloat16",
+        distributed=False,
+        recompute="selective",
+        num_tokens=256,
     ),
     "pipeline, recomputed": Case(
         model="moe", layout={"num_ranks": 4, "pipeline": 2, "expert": 2}, recompute="full", num_tokens=128

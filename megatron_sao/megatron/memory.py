@@ -130,7 +130,7 @@ def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
         _numel(b) // (1 if b.layout.dim is None else tensor) * _item_bytes(b, item_bytes)
         for b in bind(architecture, hf, 1)
     )
-    indexers = sum(math.prod(tensor.shape) for tensor in carried(architecture, hf) if tensor.layer < hf.num_layers)
+    indexers = sum(math.prod(each.shape) for each in carried(architecture, hf) if each.layer < hf.num_layers)
     if hf.kv_lora_rank:
         numbers = hf.kv_lora_rank + hf.rope_head_dim
     else:
