@@ -5,6 +5,7 @@ import os
 import secrets
 from collections.abc import Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +36,13 @@ class LiveServer:
 def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     directory = tmp_path_factory.mktemp("live")
     model = make_tiny_model(directory / "model", seed=0, max_position_embeddings=LIVE_MAX_TOKENS)
+    with serving(model, directory / "sglang.log") as server:
+        yield server
+
+
+@contextmanager
+def serving(model: Path, log: Path) -> Iterator[LiveServer]:
+    """A server of its own for a model."""
     api_key = secrets.token_hex(16)
     config = EngineConfig(
         max_total_tokens=16384,
@@ -42,7 +50,6 @@ def live_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer
         start_timeout_s=240.0,
         extra_args=("--enable-return-routed-experts",),
     )
-    log = directory / "sglang.log"
     server = _run(SGLangServer.start(config, model_path=model, dtype="float32", api_key=api_key, log_path=log))
     try:
         yield LiveServer(

@@ -13,6 +13,7 @@ from megatron_sao.megatron.model import build_policy
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install
 from megatron_sao.megatron.step import Trainer, score
+from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.sync.plan import Publishable
 from megatron_sao.sync.source import MegatronSource
 from megatron_sao.types import TensorSpec
@@ -37,7 +38,7 @@ class LiveSource:
         self._model = build_policy(start, self._parallel, platform, dtype=torch.float32)
         self._directories = {OTHER: other, SENDER_FAILS_ONCE: other}
         self._start = start
-        self._source = MegatronSource(self._model, self._parallel)
+        self._source = MegatronSource(self._model, self._parallel, carried_tensors(start))
         optimizer = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
         self._trainer = Trainer.of(self._model, self._parallel, platform, optimizer)
         self.step = START

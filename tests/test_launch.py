@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from launch.cli import command
+from launch.local import check
 from launch.placement import place
 from launch.run_directory import remove_unfinished, run_directory
 from launch.tasks import both, unless
@@ -100,6 +101,17 @@ def test_what_a_user_brings_is_loaded_before_anything_is_written_or_started(
     assert last.startswith("sao: error: ")
     assert message in last
     assert not (tmp_path / "run").exists()
+
+
+def test_episodes_above_what_dense_attention_computes_exactly_are_refused_unless_wanted(
+    tmp_path: Path, write_config: Callable[..., Path]
+) -> None:
+    (tmp_path / "config.json").write_text('{"index_topk": 95}')
+    path = write_config(str(tmp_path))
+    with pytest.raises(ValueError, match="max_episode_tokens = 96 exceeds index_topk = 95 of .* exact up to there"):
+        check(load(path))
+    check(load(path, ["model.approximate_sparse_attention=true"]))
+    check(load(path, ["rollout.max_episode_tokens=95"]))
 
 
 @pytest.mark.parametrize("key", ["model.path", "critic.init"])

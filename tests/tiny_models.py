@@ -63,6 +63,10 @@ _LATENT = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 20,
     "head_dim": 8,
+    # SGLang asks for these; transformers does not write them by itself
+    "moe_layer_freq": 1,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
 }
 _YARN = {
     "type": "yarn",
