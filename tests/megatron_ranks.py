@@ -9,8 +9,8 @@ from torch import Tensor
 
 from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
-from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
+from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.logprobs import vocab_parallel_logprobs
 from megatron_sao.megatron.mapping import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
@@ -79,7 +79,7 @@ def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None
 def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platform.Platform) -> dict[str, Tensor]:
     """Gradients of the weighted sum of losses (policy) or values (critic) under HF names, as a role makes them.
 
-    Every data-parallel rank has the same row as one action token, so Megatron divides the sum over ranks by their number.
+    Every data-parallel rank has the same row as one action token: Megatron divides the sum over ranks by their number.
     """
 
     def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:

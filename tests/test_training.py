@@ -163,12 +163,25 @@ def test_trained_tensors_move_and_frozen_ones_stay_bit_identical(
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_bfloat16_keeps_float32_main_parameters(distributed: bool, directory: str) -> None:
+def test_a_stage_without_a_trained_parameter_takes_part_all_the_same(distributed: bool, directory: str) -> None:
+    frozen = ("model.layers.*", "model.embed_tokens.weight")  # the first stage has nothing else
+    case = Case(num_ranks=2, pipeline=2, plan=ONE_EACH, distributed=distributed, critic_freeze=frozen)
+    results = run_ranks(2, with_trainer, directory, case, "critic", three_value_updates, {"weight_decay": 0.0})
+    before, after, *_ = results[0]
+    moved = {name for name, start in before.items() if not np.array_equal(after[name], start)}
+    assert moved == {"model.norm.weight", "value_head.weight"}
+    assert [trained for _, _, _, trained, _ in results] == [0, 2 * 64]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_bfloat16_keeps_float32_main_parameters(pipeline: int, directory: str) -> None:
+    """With the distributed optimizer over data ranks, and with the plain one over stages."""
     losses = {}
+    plan = EVEN if pipeline == 1 else ((*EVEN[0], *EVEN[1]),)
     for dtype in ("float32", "bfloat16"):
-        case = Case(num_ranks=2, plan=EVEN, distributed=distributed, dtype=dtype)
+        case = Case(num_ranks=2, pipeline=pipeline, plan=plan, distributed=pipeline == 1, dtype=dtype)
         results = run_ranks(2, with_trainer, directory, case, "critic", three_bfloat16_updates, {})
-        losses[dtype], mains, num_finer, types, head = results[0]
+        losses[dtype], mains, num_finer, types, head = results[-1]
     assert (mains, types, head) == ({torch.float32}, {torch.bfloat16}, torch.float32)
     assert num_finer > 0
     np.testing.assert_allclose(
