@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron.model import build_critic, build_policy, read_hf_config
 from megatron_sao.megatron.parallel import Parallel, initialize
 from megatron_sao.megatron.platform import Platform

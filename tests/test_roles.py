@@ -108,9 +108,8 @@ async def test_one_step_of_the_method_and_an_export_over_the_channel(tmp_path: P
     async with roles(config, tmp_path) as (channels, supervisor):
         facts = (await channels.actor.call(Describe(), timeout_s=60)).data
         assert (facts["layer_spec"], facts["dispatcher"], facts["num_frozen"]) == ("local", "alltoall", 0)
-        assert facts["layout"] == (
-            "2 ranks: tensor 1, context 1, expert 2, expert_tensor 1, expert_data 1, pipeline 1, data 2, virtual_stages 1"
-        )
+        sizes = "tensor 1, context 1, expert 2, expert_tensor 1, expert_data 1, pipeline 1, data 2, virtual_stages 1"
+        assert facts["layout"] == f"2 ranks: {sizes}"
         await check_score(channels, model)
         await check_critic(channels)
         await check_actor(channels)
@@ -159,9 +158,8 @@ async def check_values(channels: Roles, directory: Path) -> None:
     starts, tokens = tensors["offsets"], torch.from_numpy(tensors["token_ids"].astype(np.int64))
     backbone = load_hf(directory).model
     with torch.no_grad():
-        hidden = [
-            backbone(tokens[a:b][None]).last_hidden_state[0] for a, b in zip(starts[:-1], starts[1:], strict=True)
-        ]
+        rows = [tokens[start:end][None] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        hidden = [backbone(row).last_hidden_state[0] for row in rows]
     expected = torch.cat([of @ head for of in hidden])[np.flatnonzero(tensors["is_action"]) - 1]
     assert np.abs(values - expected.numpy()).max() < 1e-4 * expected.abs().max()
 

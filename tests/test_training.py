@@ -182,7 +182,7 @@ def test_bfloat16_keeps_float32_main_parameters(pipeline: int, directory: str) -
         case = Case(num_ranks=2, pipeline=pipeline, plan=plan, distributed=pipeline == 1, dtype=dtype)
         results = run_ranks(2, with_trainer, directory, case, "critic", three_bfloat16_updates, {})
         losses[dtype], mains, num_finer, types, head = results[-1]
-    assert (mains, types, head) == ({torch.float32}, {torch.bfloat16}, torch.float32)
+    assert (mains, types, head) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
     assert num_finer > 0
     np.testing.assert_allclose(
         losses["bfloat16"], losses["float32"], rtol=0.25
