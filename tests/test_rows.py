@@ -10,6 +10,7 @@ from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.stages import stage_layers, stage_of
 
+CPU = Platform(device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False)
 LENGTHS = (5, 9, 3)
 
 
@@ -48,7 +49,7 @@ def test_every_action_token_is_on_the_one_rank_that_has_its_state(shard: Shard, 
     seen: list[int] = []
     for trajectories in shard.micro_batches:
         places = [Parallel(context_rank=r, context_size=context, tensor_size=tensor) for r in range(context)]
-        rows = [lay_out(shard, trajectories, starts_A, each) for each in places]
+        rows = [lay_out(shard, trajectories, starts_A, {}, parallel=each, device=CPU.device) for each in places]
         assert len({row.lengths for row in rows}) == 1
         for row in rows:
             assert len(row.token_ids_B) * context == sum(row.lengths)
@@ -56,19 +57,16 @@ def test_every_action_token_is_on_the_one_rank_that_has_its_state(shard: Shard, 
             assert all(length % (2 * context) == 0 for length in row.lengths if context > 1)
             np.testing.assert_array_equal(row.token_ids_B[row.state_index_a] + 1, row.targets_a)
             np.testing.assert_array_equal(tokens_A[row.places_a], row.targets_a)
-            starts = row.token_ids_B - row.position_ids_B
-            assert set(starts[row.token_ids_B > 0].tolist()) <= {100 + shard.offsets[i] for i in trajectories}
+            starts = (row.token_ids_B - row.position_ids_B)[row.token_ids_B > 0]
+            assert set(starts.tolist()) <= {100 + shard.offsets[i] for i in trajectories}
             seen += row.places_a.tolist()
     assert sorted(seen) == list(range(len(tokens_A)))
 
 
 def test_the_interleaved_schedule_gets_a_multiple_of_the_pipeline_size(shard: Shard) -> None:
-    platform = Platform(
-        device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False
-    )
     for virtual_stages, number in ((1, 3), (2, 4)):
         place = Parallel(pipeline_size=2, virtual_stages=virtual_stages, tensor_size=2)
-        rows = make_micro_batches(shard, {}, parallel=place, platform=platform)
+        rows = make_micro_batches(shard, {}, parallel=place, platform=CPU)
         assert len(rows) == number
         assert rows[-1].lengths == (2,)
         assert len(rows[-1].places_a) == 0

@@ -37,7 +37,7 @@ def three_bfloat16_updates(trainer: Trainer, shard: Shard) -> Any:
 def poisoned_update(trainer: Trainer, shard: Shard) -> Any:
     before = digests(trainer)
     targets = np.zeros(shard.num_local_action_tokens)
-    if trainer.parallel.data_rank == 1:
+    if trainer.parallel.data_rank == trainer.parallel.data_size - 1:
         targets[0] = 3e38
     with pytest.raises(RuntimeError, match=r"not finite, nothing was stepped: .*rank 1: \S+weight") as error:
         value_update(trainer, shard, targets)
