@@ -225,7 +225,7 @@ class EngineConfig(Part):
 
 class PublishConfig(Part):
     pause: Literal["retract", "in_place"] = "retract"  # running episodes' KV: computed again, or kept
-    sender: Literal["gather", "direct"] = "direct"  # all from rank 0, or each expert from the rank that owns it
+    sender: Literal["gather", "direct"] = "direct"  # all from rank 0, or each tensor from the first rank that holds it
     bucket_bytes: PositiveInt = 64 * 1024 * 1024  # one broadcast; a larger tensor gets a bucket of its own
     timeout_s: PositiveFloat = 300.0  # of each phase: plan, connect, and each bucket's gather, send and load
     first_timeout_s: PositiveFloat = 900.0  # of the first connect and a group's first buckets, where NCCL compiles

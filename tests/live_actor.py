@@ -27,6 +27,7 @@ EXPERT = "model.layers.1.mlp.experts.5."
 NUM_RANKS = 2
 EXPERT_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, expert=2)
 TENSOR_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, tensor=2)
+PIPELINE_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, pipeline=2)
 TENSOR_AND_EXPERT_PARALLEL = LayoutConfig(num_ranks=NUM_RANKS, tensor=2, expert=2)
 
 

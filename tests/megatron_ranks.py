@@ -5,15 +5,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from torch import Tensor
 
-from megatron_sao.config import LayoutConfig
+from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
+from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.layer_specs import attention_inputs
+from megatron_sao.megatron.logprobs import vocab_parallel_logprobs
 from megatron_sao.megatron.mapping import gather, hf_tensors
-from megatron_sao.megatron.model import build_critic, build_policy
+from megatron_sao.megatron.model import Model, build_critic, build_policy
+from megatron_sao.megatron.optimizer import wrap
+from megatron_sao.sync.plan import make_plan
+from megatron_sao.sync.source import MegatronSource
 
 SEQUENCES = (tuple(range(3, 300, 43)), tuple(range(310, 30, -35)))  # 7 and 8 tokens
 CRITIC_FREEZE = ("*.self_attn.*", "model.embed_tokens.weight")
@@ -52,27 +55,62 @@ def join(rank: int, layout: dict[str, int]) -> tuple[parallel.Parallel, platform
     return place, machine
 
 
-def forward(model: Any, row: Row, machine: platform.Platform, **kwargs: Any) -> Tensor:
-    mask, packed = attention_inputs(row.segments, machine)
-    return model(row.ids, row.positions, mask, packed_seq_params=packed, **kwargs)  # type: ignore[no-any-return]
+def micro_batch(row: Row, *, counts: bool = True) -> MicroBatch:
+    """The whole row as states, counted as one action token, or as nothing."""
+    return MicroBatch(
+        token_ids_B=row.ids[0],
+        position_ids_B=row.positions[0],
+        lengths=tuple(torch.unique_consecutive(row.segments, return_counts=True)[1].tolist()),
+        state_index_a=torch.arange(row.ids.shape[1]),
+        targets_a=row.labels[0],
+        places_a=torch.zeros(int(counts), dtype=torch.int64),
+        columns={"weights": row.weights[0] * counts},
+    )
 
 
-def gradients(model: Any, place: parallel.Parallel, row: Row, machine: platform.Platform) -> dict[str, Tensor]:
-    """Gradients of the weighted sum of losses (policy) or values (critic) under HF names, through Megatron's DDP.
+def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None:
+    """Output [T, ...] of the row through Megatron's schedule, on the last pipeline stage; None on the others."""
+    model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
+    rows = [micro_batch(row)] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
+    found = run_scoring(model, rows, lambda output, _: output[0].clone(), machine)
+    return found[0] if found else None
 
-    Every data-parallel rank has the same row, so the sum over ranks is divided by their number.
+
+def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platform.Platform) -> dict[str, Tensor]:
+    """Gradients of the weighted sum of losses (policy) or values (critic) under HF names, as a role makes them.
+
+    Every data-parallel rank has the same row as one action token: Megatron divides the sum over ranks by their number.
     """
-    ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-    ddp.zero_grad_buffer()
-    labels = {} if model.hf_config.role == "critic" else {"labels": row.labels}
-    (forward(ddp, row, machine, **labels) * row.weights).sum().backward()
-    finalize_model_grads([ddp])
+
+    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+        if model.hf_config.role == "critic":
+            return (output[0] * row.columns["weights"]).sum(), {}
+        return -(
+            vocab_parallel_logprobs(output[0], row.targets_a, place.tensor_group) * row.columns["weights"]
+        ).sum(), {}
+
+    wrap(model, OptimizerConfig(learning_rate=1e-3, clip_norm=1.0, distributed=False))
+    others = [micro_batch(row, counts=False)] * (len(model.chunks) - 1)
+    run_training(model, [micro_batch(row), *others], loss, machine)
     with torch.no_grad():
         for parameter in model.parameters():
-            gradient = parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter)
-            parameter.copy_(gradient / place.data_size)
+            parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
     names = [tensor.name for tensor in hf_tensors(model, place) if not tensor.is_buffer]
     return gather(model, place, names)
+
+
+def published(model: Model, place: parallel.Parallel, *, direct: bool) -> dict[str, Tensor]:
+    """What this rank would send in a full publish."""
+    source = MegatronSource(model, place)
+    sent: dict[str, Tensor] = {}
+    for bucket in make_plan(source.tensors(), bucket_bytes=20_000, full=True, direct=direct).buckets:
+        places = {spec.name: torch.full(spec.shape, torch.nan) for spec in bucket.tensors}
+        mine = bucket.source == place.rank
+        num_bytes = source.gather(bucket.tensors, places if mine else None, target=bucket.source, timeout_s=20)
+        if mine:
+            assert num_bytes + source.flatten(bucket.tensors, places) == bucket.num_bytes
+            sent |= places
+    return sent
 
 
 def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path, out: Path) -> dict[str, Any]:
@@ -86,12 +124,13 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
     critic = build_critic(critic_dir, place, machine, dtype=torch.float32, recompute="full")
     checkpoint.load_critic(critic, critic_dir, place)
     checkpoint.export(critic, critic_dir, out / "critic", place, role="critic")
-    with torch.no_grad():
-        answer = {
-            "logits": forward(policy, packed, machine)[0],
-            "alone": [forward(policy, row_of((s,), multiple), machine)[0, : len(s)] for s in SEQUENCES],
-            "values": forward(critic, packed, machine)[0],
-        }
+    alone = [(forward(policy, row_of((s,), multiple), machine), len(s)) for s in SEQUENCES]
+    answer = {
+        "logits": forward(policy, packed, machine),
+        "alone": [logits[:length] for logits, length in alone if logits is not None],
+        "values": forward(critic, packed, machine),
+        "published": {sender: published(policy, place, direct=sender == "direct") for sender in ("gather", "direct")},
+    }
     freeze(critic, place, CRITIC_FREEZE)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
     answer["critic_gradients"] = gradients(critic, place, packed, machine)
@@ -108,7 +147,9 @@ def bfloat16_round_trip(rank: int, layout: dict[str, int], policy_dir: Path, out
     checkpoint.load_critic(critic, policy_dir, place)
     checkpoint.export(critic, policy_dir, out / "critic", place, role="critic")
     values = forward(critic, row_of(SEQUENCES, place.tensor_size), machine)
-    return str(values.dtype), str(critic.value_head.weight.dtype), bool((values == 0).all())
+    assert values is not None
+    head = dict(critic.named_parameters())["value_head.weight"]
+    return str(values.dtype), str(head.dtype), bool((values == 0).all())
 
 
 def load_errors(rank: int, cases: dict[str, tuple[str, Path, Path]]) -> dict[str, str]:

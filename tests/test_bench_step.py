@@ -15,6 +15,7 @@ from megatron_sao.config import ActorConfig
 from megatron_sao.controller.clients import ActorClient
 from megatron_sao.data.packing import pack
 from megatron_sao.megatron.forward import make_micro_batches
+from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import BatchArrays, take_shard
 from megatron_sao.types import Batch
@@ -72,11 +73,11 @@ def test_the_bare_rows_are_the_rows_that_the_roles_run(batch: Batch, num_ranks: 
         shard, _ = take_shard(arrays, micro_batches)
         write_rows(tmp_path / "rows.npz", rows_of(batch, micro_batches))
         rows = read_rows(tmp_path / "rows.npz")
-        for row, own in zip(rows, make_micro_batches(shard, {}, pad_to_multiple=1, platform=CPU), strict=True):
+        for row, own in zip(rows, make_micro_batches(shard, {}, parallel=Parallel(), platform=CPU), strict=True):
             np.testing.assert_array_equal(row.token_ids_B, own.token_ids_B)
-            np.testing.assert_array_equal(row.actions_a, own.action_index_a)
+            np.testing.assert_array_equal(row.actions_a, own.state_index_a + 1)
             np.testing.assert_array_equal(row.segments_B, np.repeat(np.arange(len(own.lengths)), own.lengths))
-            np.testing.assert_array_equal(row.positions_B, np.concatenate([np.arange(n) for n in own.lengths]))
+            np.testing.assert_array_equal(row.positions_B, own.position_ids_B)
 
 
 def test_a_row_without_a_trajectory_is_one_token_of_padding(batch: Batch) -> None:

@@ -35,6 +35,7 @@ MODELS: dict[str, tuple[Arch, dict[str, Any]]] = {
     "deepseek": ("deepseek_v3", {}),
     "glm5": ("glm_moe_dsa", {"rms_norm_eps": 1e-5}),
     "glm5_shared_indexers": ("glm_moe_dsa", {"indexer_types": SHARED_INDEXERS, "num_nextn_predict_layers": 1}),
+    "deep_tied": ("qwen3_moe", {"num_hidden_layers": 5, "mlp_only_layers": [0], "tie_word_embeddings": True}),
 }
 STORIES = [
     ("moe", {"num_ranks": 1}),
@@ -55,6 +56,10 @@ STORIES = [
     ("deepseek", {"num_ranks": 4, "tensor": 2, "expert": 2}),
     ("glm5", {"num_ranks": 1}),
     ("glm5_shared_indexers", {"num_ranks": 2, "tensor": 2, "expert": 2}),
+    ("moe", {"num_ranks": 2, "tensor": 2, "expert_tensor": 2}),
+    ("moe", {"num_ranks": 4, "pipeline": 2, "tensor": 2, "expert_tensor": 2}),
+    ("deep_tied", {"num_ranks": 2, "pipeline": 2, "virtual_stages": 2}),
+    ("deep_tied", {"num_ranks": 4, "pipeline": 2, "tensor": 2, "expert": 2}),
 ]
 
 
@@ -84,7 +89,9 @@ def told(request: pytest.FixtureRequest, directories: Path, tmp_path_factory: py
 
 def test_logprobs_of_a_packed_row_are_those_of_transformers(told: dict[str, Any], references: Any) -> None:
     tensor_size = told["layout"].get("tensor", 1)
-    logits = torch.cat([answer["logits"] for answer in told["answers"][:tensor_size]], dim=-1)
+    on_last_stage = [answer["logits"] for answer in told["answers"] if answer["logits"] is not None]
+    assert len(on_last_stage) * told["layout"].get("pipeline", 1) == told["layout"]["num_ranks"]
+    logits = torch.cat(on_last_stage[:tensor_size], dim=-1)
     start = 0
     for sequence, expected in zip(SEQUENCES, references[told["name"]]["logits"], strict=True):
         found = logits[start : start + len(sequence)].log_softmax(-1)
@@ -102,8 +109,9 @@ def test_packed_sequences_do_not_see_each_other(told: dict[str, Any]) -> None:
 
 
 def test_values_are_the_head_on_the_final_norm_on_every_rank(told: dict[str, Any], references: Any) -> None:
+    """Of the last pipeline stage."""
     expected = references[told["name"]]["values"]
-    for answer in told["answers"]:
+    for answer in (answer for answer in told["answers"] if answer["values"] is not None):
         assert answer["values"].dtype is torch.float32
         assert (answer["values"][: len(expected)] - expected).abs().max() <= 1e-4 * expected.abs().max()
 
@@ -125,6 +133,16 @@ def test_gradients_are_those_of_transformers(told: dict[str, Any], references: A
 @pytest.mark.parametrize("role", ["policy", "critic"])
 def test_load_and_export_give_back_every_bit(told: dict[str, Any], directories: Path, role: str) -> None:
     _assert_same_tensors(directories / told["name"] / role, told["out"] / role)
+
+
+@pytest.mark.parametrize("sender", ["gather", "direct"])
+def test_a_publish_sends_every_tensor_once_and_every_bit(told: dict[str, Any], directories: Path, sender: str) -> None:
+    sent = [answer["published"][sender] for answer in told["answers"]]
+    expected = _tensors(directories / told["name"] / "policy")
+    assert sorted(name for of_rank in sent for name in of_rank) == sorted(expected)
+    assert sender == "direct" or not any(sent[1:])
+    for name, tensor in (item for of_rank in sent for item in of_rank.items()):
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_an_export_is_a_whole_hf_directory(told: dict[str, Any], directories: Path) -> None:

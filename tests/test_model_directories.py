@@ -11,8 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron.model import build_critic, build_policy, read_hf_config
-from megatron_sao.megatron.parallel import Parallel
+from megatron_sao.megatron.parallel import Parallel, initialize
 from megatron_sao.megatron.platform import Platform
 from tests.megatron_ranks import load_errors
 from tests.ranks import run_ranks
@@ -244,18 +245,25 @@ def test_old_and_new_spellings_of_a_config_are_the_same_model(models: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    ("model", "tensor", "expert", "words"),
+    ("model", "sizes", "words"),
     [
-        ("policy", 3, 1, "tensor = 3 does not divide the attention heads, 4: 1, 2, 4 would"),
-        ("policy", 1, 3, "expert = 3 does not divide the 8 experts: 1, 2, 4, 8 would"),
-        ("tied", 1, 2, "Qwen3ForCausalLM has no experts"),
-        ("odd vocabulary", 2, 1, "tensor = 2 does not divide the vocabulary, 321"),
-        ("odd feed-forward", 2, 1, "tensor = 2 does not divide the feed-forward size, 97"),
-        ("three heads", 2, 1, "neither a divisor nor a multiple of the 3 key-value heads"),
+        ("policy", {"tensor_size": 3}, "tensor = 3 does not divide the attention heads, 4: 1, 2, 4 would"),
+        ("policy", {"expert_size": 3}, "expert = 3 does not divide the 8 experts: 1, 2, 4, 8 would"),
+        (
+            "policy",
+            {"expert_tensor_size": 3},
+            "expert_tensor = 3 does not divide the experts' feed-forward size, 40: 1, 2",
+        ),
+        ("policy", {"pipeline_size": 2, "virtual_stages": 2}, "= 4 stages, but the model has 2 layers"),
+        ("tied", {"expert_size": 2}, "Qwen3ForCausalLM has no experts: expert = 1"),
+        ("tied", {"expert_tensor_size": 2}, "Qwen3ForCausalLM has no experts: expert_tensor = 1"),
+        ("odd vocabulary", {"tensor_size": 2}, "tensor = 2 does not divide the vocabulary, 321"),
+        ("odd feed-forward", {"tensor_size": 2}, "tensor = 2 does not divide the feed-forward size, 97"),
+        ("three heads", {"tensor_size": 2}, "neither a divisor nor a multiple of the 3 key-value heads"),
     ],
 )
 def test_a_layout_that_does_not_divide_the_model_is_refused(
-    models: Path, tmp_path: Path, model: str, tensor: int, expert: int, words: str
+    models: Path, tmp_path: Path, model: str, sizes: dict[str, int], words: str
 ) -> None:
     changes = {
         "odd vocabulary": _with_config(vocab_size=321),
@@ -266,29 +274,24 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(
     shutil.copytree(models / (model if model in ("policy", "tied") else "tied"), directory)
     changes.get(model, _nothing)(directory)
     with pytest.raises(ValueError, match=re.escape(words)):
-        build_critic(directory, _place(tensor, expert), CPU, dtype=torch.float32)
+        build_critic(directory, Parallel(**sizes), CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            {"num_ranks": 2, "context": 2},
+            "layout.context = 2: context parallelism needs Transformer Engine's attention on",
+        ),
+        ({"num_ranks": 4, "expert": 2, "expert_tensor": 2}, "give expert_tensor = 1, or expert = 1 and tensor >= 2"),
+    ],
+)
+def test_a_layout_that_a_cpu_cannot_run_is_refused_before_anything_is_built(layout: dict[str, int], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)):
+        initialize(LayoutConfig(**layout), rank=0, init_method=None, timeout_s=1, platform=CPU)
 
 
 def test_a_critics_directory_builds_no_policy(models: Path) -> None:
     with pytest.raises(ValueError, match="holds a critic, not a policy"):
-        build_policy(models / "critic", _place(1, 1), CPU, dtype=torch.float32)
-
-
-def _place(tensor: int, expert: int) -> Parallel:
-    """A place without groups: enough for what is checked before the model is built."""
-    size = max(tensor, expert)
-    return Parallel(
-        rank=0,
-        world_size=size,
-        tensor_rank=0,
-        tensor_size=tensor,
-        tensor_group=None,
-        data_rank=0,
-        data_size=size // tensor,
-        data_group=None,
-        expert_rank=0,
-        expert_size=expert,
-        expert_data_rank=0,
-        expert_data_size=size // expert,
-        world_group=None,
-    )
+        build_policy(models / "critic", Parallel(), CPU, dtype=torch.float32)

@@ -104,18 +104,21 @@ def batch(num_ranks: int) -> tuple[LoadBatch, dict[str, np.ndarray]]:
 
 async def test_one_step_of_the_method_and_an_export_over_the_channel(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", seed=1)
-    async with roles(config_of(model), tmp_path) as (channels, supervisor):
+    config = config_of(model, critic={"layout": {"num_ranks": 2, "pipeline": 2}})
+    async with roles(config, tmp_path) as (channels, supervisor):
         facts = (await channels.actor.call(Describe(), timeout_s=60)).data
         assert (facts["layer_spec"], facts["dispatcher"], facts["num_frozen"]) == ("local", "alltoall", 0)
-        assert facts["layout"] == "2 ranks: tensor 1, expert 2, data 2"
+        sizes = "tensor 1, context 1, expert 2, expert_tensor 1, expert_data 1, pipeline 1, data 2, virtual_stages 1"
+        assert facts["layout"] == f"2 ranks: {sizes}"
         await check_score(channels, model)
         await check_critic(channels)
         await check_actor(channels)
         await check_exports(channels, model, tmp_path)
+        await check_values(channels, tmp_path / "critic")
         await stop_roles(channels, supervisor)
-        assert [status for _, status in supervisor.ended()] == [0, 0, 0]
+        assert [status for _, status in supervisor.ended()] == [0, 0, 0, 0]
     log = (tmp_path / "critic-0.log").read_text()
-    assert "optimizer distributed adam" in log
+    assert "optimizer distributed torch Adam" in log
     assert "num_frozen_tensors 12" in log  # q, k, v, o and two norms in each of two layers
 
 
@@ -144,6 +147,21 @@ async def check_critic(channels: Roles) -> None:
     assert len(values) == len(targets)
     assert values.std() > 0
     await channels.critic.call(DropBatch(batch_id=0), timeout_s=60)
+
+
+async def check_values(channels: Roles, directory: Path) -> None:
+    """What the critic's last stage computes reaches the controller: the values of transformers on its export."""
+    command, tensors = batch(num_ranks=1)
+    await channels.critic.call(command, tensors, timeout_s=60)
+    values = (await channels.critic.call(CriticValues(batch_id=0), timeout_s=60)).tensors["values"]
+    head = load_file(directory / "value_head.safetensors")["value_head.weight"][0]
+    starts, tokens = tensors["offsets"], torch.from_numpy(tensors["token_ids"].astype(np.int64))
+    backbone = load_hf(directory).model
+    with torch.no_grad():
+        rows = [tokens[start:end][None] for start, end in zip(starts[:-1], starts[1:], strict=True)]
+        hidden = [backbone(row).last_hidden_state[0] for row in rows]
+    expected = torch.cat([of @ head for of in hidden])[np.flatnonzero(tensors["is_action"]) - 1]
+    assert np.abs(values - expected.numpy()).max() < 1e-4 * expected.abs().max()
 
 
 async def check_actor(channels: Roles) -> None:

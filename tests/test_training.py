@@ -43,15 +43,14 @@ LAYOUTS = {
     "other packing": Case(plan=ONE_EACH),
     "tensor 2": Case(num_ranks=2, tensor=2, plan=ONE_EACH),
     "data 2, an empty micro-batch": Case(num_ranks=2, plan=UNEVEN),
-    "data 2, plain optimizer": Case(num_ranks=2, plan=EVEN, distributed=False),
+    "data 2, plain optimizer, overlap": Case(num_ranks=2, plan=EVEN, distributed=False, overlap=True),
     "expert 2, an empty micro-batch": Case(num_ranks=2, expert=2, plan=UNEVEN),
     "tensor 2 x expert 2": Case(num_ranks=2, tensor=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),)),
     "tensor 2, plain optimizer, recompute": Case(num_ranks=2, tensor=2, distributed=False, recompute="full"),
     "tensor 2 x data 2 x expert 2": Case(num_ranks=4, tensor=2, expert=2, plan=UNEVEN),
     "tensor 2 x expert tensor 2": Case(num_ranks=2, tensor=2, expert_tensor=2, plan=ONE_EACH, recompute="selective"),
-    "data 2, overlapped plain optimizer": Case(num_ranks=2, plan=EVEN, distributed=False, overlap=True),
     "pipeline 2": Case(num_ranks=2, pipeline=2, plan=ONE_EACH),
-    "pipeline 2 x tensor 2, recompute": Case(num_ranks=4, pipeline=2, tensor=2, plan=ONE_EACH, recompute="full"),
+    "pipeline 2 x tensor 2": Case(num_ranks=4, pipeline=2, tensor=2, plan=ONE_EACH),
     "pipeline 2 x expert 2, overlap": Case(num_ranks=4, pipeline=2, expert=2, plan=UNEVEN, overlap=True),
 }
 DEEP_LAYOUTS = {
@@ -163,26 +162,41 @@ def test_trained_tensors_move_and_frozen_ones_stay_bit_identical(
 
 
 @pytest.mark.parametrize("distributed", [True, False])
-def test_bfloat16_keeps_float32_main_parameters(distributed: bool, directory: str) -> None:
+def test_a_stage_without_a_trained_parameter_takes_part_all_the_same(distributed: bool, directory: str) -> None:
+    frozen = ("model.layers.*", "model.embed_tokens.weight")  # the first stage has nothing else
+    case = Case(num_ranks=2, pipeline=2, plan=ONE_EACH, distributed=distributed, critic_freeze=frozen)
+    results = run_ranks(2, with_trainer, directory, case, "critic", three_value_updates, {"weight_decay": 0.0})
+    before, after, *_ = results[0]
+    moved = {name for name, start in before.items() if not np.array_equal(after[name], start)}
+    assert moved == {"model.norm.weight", "value_head.weight"}
+    assert [trained for _, _, _, trained, _ in results] == [0, 2 * 64]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_bfloat16_keeps_float32_main_parameters(pipeline: int, directory: str) -> None:
+    """With the distributed optimizer over data ranks, and with the plain one over stages."""
     losses = {}
+    plan = EVEN if pipeline == 1 else ((*EVEN[0], *EVEN[1]),)
     for dtype in ("float32", "bfloat16"):
-        case = Case(num_ranks=2, plan=EVEN, distributed=distributed, dtype=dtype)
+        case = Case(num_ranks=2, pipeline=pipeline, plan=plan, distributed=pipeline == 1, dtype=dtype)
         results = run_ranks(2, with_trainer, directory, case, "critic", three_bfloat16_updates, {})
-        losses[dtype], mains, num_finer, types, head = results[0]
-    assert (mains, types, head) == ({torch.float32}, {torch.bfloat16}, torch.float32)
+        losses[dtype], mains, num_finer, types, head = results[-1]
+    assert (mains, types, head) == ({torch.float32}, {torch.bfloat16}, {torch.float32})
     assert num_finer > 0
     np.testing.assert_allclose(
         losses["bfloat16"], losses["float32"], rtol=0.25
     )  # bfloat16 rounds, and routes some tokens elsewhere
 
 
-@pytest.mark.parametrize("distributed", [True, False])
-def test_a_gradient_that_is_not_finite_steps_nothing_and_is_named_on_every_rank(
-    distributed: bool, directory: str
-) -> None:
-    case = Case(num_ranks=2, plan=EVEN, distributed=distributed)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_gradient_that_is_not_finite_steps_nothing_and_is_named_on_every_rank(pipeline: int, directory: str) -> None:
+    """With the distributed optimizer over data ranks, and with the plain one over stages."""
+    plan = EVEN if pipeline == 1 else ONE_EACH
+    case = Case(num_ranks=2, pipeline=pipeline, plan=plan, distributed=pipeline == 1)
     first, second = run_ranks(2, with_trainer, directory, case, "critic", poisoned_update, {})
     assert first == second
+    if pipeline == 2:
+        assert "rank 1: model.layers.1." in first  # and not what the first stage has in its place
 
 
 def test_the_rate_warms_up_with_the_optimizers_own_counter(directory: str) -> None:

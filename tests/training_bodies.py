@@ -30,14 +30,14 @@ def three_bfloat16_updates(trainer: Trainer, shard: Shard) -> Any:
     mains = [p.main_param for p in trainer.model.parameters() if getattr(p, "main_param", None) is not None]
     finer = [main for main in mains if not torch.equal(main, main.bfloat16().float())]
     types = {p.dtype for name, p in trainer.model.named_parameters() if "value_head" not in name}
-    head = dict(trainer.model.named_parameters())["value_head.weight"].dtype
+    head = {p.dtype for name, p in trainer.model.named_parameters() if "value_head" in name}
     return [u["critic/loss"].value for u in updates], {m.dtype for m in mains}, len(finer), types, head
 
 
 def poisoned_update(trainer: Trainer, shard: Shard) -> Any:
     before = digests(trainer)
     targets = np.zeros(shard.num_local_action_tokens)
-    if trainer.parallel.data_rank == 1:
+    if trainer.parallel.data_rank == trainer.parallel.data_size - 1:
         targets[0] = 3e38
     with pytest.raises(RuntimeError, match=r"not finite, nothing was stepped: .*rank 1: \S+weight") as error:
         value_update(trainer, shard, targets)

@@ -184,7 +184,8 @@ def three_steps(rank: int, directory: str, case: Case, rollout_A: NDArray[np.flo
         size = {"policy/abs_loss": Metric(absolute_loss(actor, shard, advantages_A))}
         update = policy_update(actor, shard, advantages_A, eps_low=EPS_LOW, eps_high=EPS_HIGH, version=VERSION)
         metrics.append(update | size)
-    after = {"actor": whole_model(actor), "critic": whole_model(critic)}
+        after = {"actor": whole_model(actor)}  # as a publish, between two steps
+    after["critic"] = whole_model(critic)
     local = {f"actor/{key}": value for key, value in digests(actor).items()}
     local |= {f"critic/{key}": value for key, value in digests(critic).items()}
     numbers = [{key: metric.value for key, metric in update.items()} for update in metrics]

@@ -68,23 +68,21 @@ def make_micro_batches(
     starts_A = np.concatenate([[0], np.cumsum(shard.is_action)])[shard.offsets]  # [n+1] first action of each trajectory
     multiple = parallel.pipeline_size if parallel.virtual_stages > 1 else 1
     padding = ((),) * (-len(shard.micro_batches) % multiple)
-    rows = [lay_out(shard, part, starts_A, parallel) for part in (*shard.micro_batches, *padding)]
-    return tuple(_to_device(row, columns_A, platform.device) for row in rows)
+    return tuple(
+        lay_out(shard, part, starts_A, columns_A, parallel=parallel, device=platform.device)
+        for part in (*shard.micro_batches, *padding)
+    )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What a rank has of one packed row, as numpy arrays. Fields as in `MicroBatch`."""
-
-    token_ids_B: NDArray[np.int64]
-    position_ids_B: NDArray[np.int64]
-    lengths: tuple[int, ...]
-    state_index_a: NDArray[np.int64]
-    targets_a: NDArray[np.int64]
-    places_a: NDArray[np.int64]
-
-
-def lay_out(shard: Shard, trajectories: Sequence[int], starts_A: NDArray[np.int64], parallel: Parallel) -> Row:
+def lay_out(
+    shard: Shard,
+    trajectories: Sequence[int],
+    starts_A: NDArray[np.int64],
+    columns_A: Mapping[str, NDArray[Any]],
+    *,
+    parallel: Parallel,
+    device: torch.device,
+) -> MicroBatch:
     """Trajectories end to end, each padded until context ranks can share it, the row until tensor ranks can."""
     spans = [slice(int(shard.offsets[i]), int(shard.offsets[i + 1])) for i in trajectories]
     multiple = 2 * parallel.context_size if parallel.context_size > 1 else 1
@@ -102,13 +100,17 @@ def lay_out(shard: Shard, trajectories: Sequence[int], starts_A: NDArray[np.int6
     actions = np.flatnonzero(is_action)
     mine = found[actions - 1] >= 0
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*starts_A[i : i + 2]) for i in trajectories)])
-    return Row(
-        token_ids_B=tokens[kept_B],
-        position_ids_B=np.concatenate([np.arange(length) for length in padded])[kept_B],
+    arrays = {
+        "token_ids_B": tokens[kept_B],
+        "position_ids_B": np.concatenate([np.arange(length) for length in padded])[kept_B],
+        "state_index_a": found[actions - 1][mine],
+        "targets_a": tokens[actions[mine]],
+        "places_a": places[mine],
+    }
+    return MicroBatch(
         lengths=tuple(padded),
-        state_index_a=found[actions - 1][mine],
-        targets_a=tokens[actions[mine]],
-        places_a=places[mine],
+        columns={name: torch.from_numpy(column[places[mine]]).to(device) for name, column in columns_A.items()},
+        **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
     )
 
 
@@ -129,21 +131,6 @@ def context_part(lengths: Sequence[int], *, rank: int, size: int) -> NDArray[np.
         chunks = start + np.arange(length).reshape(2 * size, -1)
         parts += [chunks[rank], chunks[-1 - rank]]
     return np.concatenate(parts)
-
-
-def _to_device(row: Row, columns_A: Mapping[str, NDArray[Any]], device: torch.device) -> MicroBatch:
-    def tensor(array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return MicroBatch(
-        token_ids_B=tensor(row.token_ids_B),
-        position_ids_B=tensor(row.position_ids_B),
-        lengths=row.lengths,
-        state_index_a=tensor(row.state_index_a),
-        targets_a=tensor(row.targets_a),
-        places_a=tensor(row.places_a),
-        columns={name: tensor(column[row.places_a]) for name, column in columns_A.items()},
-    )
 
 
 def run_training(

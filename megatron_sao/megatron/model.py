@@ -97,6 +97,8 @@ class CriticModel(PolicyModel):
         if self.post_process:
             del self.output_layer
             self.value_head = ValueHead(config, self.pg_collection.tp)
+            width = tuple(self.value_head.weight.shape)
+            assert width == (1, config.hidden_size), f"the value head must be [1, hidden], not {width}"
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return self.value_head(hidden_states) if self.post_process else hidden_states

@@ -25,6 +25,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch import Tensor
 
 from megatron_sao.config import OptimizerConfig
+from megatron_sao.megatron.mapping.transfer import hf_tensors, parameter_hf_names
 from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.parallel import Parallel
 
@@ -163,9 +164,13 @@ class Optimizer:
 
     def _blame(self) -> str:
         """Which gradients are not finite: the first on each rank, by name. Every rank says the same."""
-        names = [name for name, parameter in self._model.named_parameters() if parameter.requires_grad]
-        gradients: Iterator[Any] = (p.main_grad for chunk in self._model.wrapped for p in chunk.params_with_grad)
-        bad = [index for index, gradient in enumerate(gradients) if not bool(torch.isfinite(gradient).all())]
+        names = [tensor.name for tensor in hf_tensors(self._model, self._parallel)]  # the same on all stages
+        parameters: dict[str, Any] = dict(self._model.named_parameters())
+        bad = [
+            names.index(hf_names[0])
+            for name, hf_names in parameter_hf_names(self._model, self._parallel).items()
+            if parameters[name].requires_grad and not bool(torch.isfinite(parameters[name].main_grad).all())
+        ]
         first = torch.tensor([bad[0] if bad else -1, len(bad)], device=next(self._model.parameters()).device)
         found = [torch.empty_like(first) for _ in range(self._parallel.world_size)]
         dist.all_gather(found, first, group=self._parallel.world_group)

@@ -1,7 +1,8 @@
 """How the ranks of one role move bytes among themselves: no pickle, every wait with a deadline.
 
 A group of its own, always gloo (also where the models use NCCL), so that control never mixes with training collectives.
-Data-parallel rank d has a leader, its lowest global rank; the ranks that share its data (tensor peers) follow it.
+Data-parallel rank d has a leader, its lowest global rank; the ranks that share its data (tensor, context and pipeline
+peers) follow it.
 """
 
 import json
