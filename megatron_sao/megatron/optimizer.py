@@ -102,8 +102,8 @@ class Optimizer:
     def missing_state(self) -> list[Tensor]:
         """Memory of the size of what Adam will make at its first step, so that others see how much they have left."""
         adams = [each.optimizer for each in self._megatron.chained_optimizers if each.optimizer is not None]
-        parameters = [p for adam in adams for group in adam.param_groups for p in group["params"] if not adam.state.get(p)]
-        return [torch.empty_like(p, dtype=torch.float32) for p in parameters for _ in ("exp_avg", "exp_avg_sq")]
+        stateless = [p for adam in adams for group in adam.param_groups for p in group["params"] if p not in adam.state]
+        return [torch.empty_like(p, dtype=torch.float32) for p in stateless for _ in ("exp_avg", "exp_avg_sq")]
 
     def learning_rate(self, update: int) -> float:
         """Rate of the update with this number, from 1: linear over the first `warmup_updates`, then constant."""
