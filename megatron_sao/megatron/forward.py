@@ -19,7 +19,9 @@ from torch import Tensor
 
 from megatron_sao.megatron.layer_specs import attention_inputs
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.router_replay import replaying
 from megatron_sao.megatron.shard import Shard
+from megatron_sao.types import NOT_RECORDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +32,7 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of the segments in row order, padding (its own segment) included; sums to B
     action_index_a: Tensor  # int64, row positions of the action tokens, all >= 1
     columns: Mapping[str, Tensor]  # [a] each: what the loss needs per action token
+    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, or NOT_RECORDED
 
     @property
     def targets_a(self) -> Tensor:
@@ -92,7 +95,15 @@ def _pack(
         lengths=tuple(lengths),
         action_index_a=torch.from_numpy(np.flatnonzero(is_action)).to(device),
         columns={name: torch.from_numpy(column[actions]).to(device) for name, column in columns_A.items()},
+        routed_experts_B=_routed(shard, spans, padding, device),
     )
+
+
+def _routed(shard: Shard, spans: Sequence[slice], padding: int, device: torch.device) -> Tensor | None:
+    if shard.routed_experts is None:
+        return None
+    missing = np.full((padding, *shard.routed_experts.shape[1:]), NOT_RECORDED, dtype=np.int16)
+    return torch.from_numpy(np.concatenate([*(shard.routed_experts[span] for span in spans), missing])).to(device)
 
 
 def run_training(
@@ -165,5 +176,5 @@ def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
     starts = lengths.cumsum(0) - lengths
     positions_B = torch.arange(len(row.token_ids_B), device=device) - starts[segments_B]
     mask, packed = attention_inputs(segments_B, platform)
-    output: Tensor = model(row.token_ids_B[None], positions_B[None], mask, packed_seq_params=packed)
-    return output
+    inputs = (row.token_ids_B[None], positions_B[None], mask)
+    return replaying(model, row.routed_experts_B, lambda: model(*inputs, packed_seq_params=packed))

@@ -20,6 +20,7 @@ from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.router_replay import RouterReplay
 from megatron_sao.megatron.transformer_config import Recompute, check_layout, transformer_config
 
 __all__ = [
@@ -59,6 +60,7 @@ class PolicyModel(GPTModel):
 
     hf_config: HFConfig
     frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
+    router_replay: RouterReplay | None = None  # sets itself
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row."""

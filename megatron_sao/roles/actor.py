@@ -5,11 +5,13 @@ from pathlib import Path
 import torch
 
 from megatron_sao.channel import ActorUpdate, Answer, Command, PublishCommand, Score, Tensors
+from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.checkpoint import load_policy
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.model import build_policy
+from megatron_sao.megatron.model import PolicyModel, build_policy
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.router_replay import RouterReplay
 from megatron_sao.megatron.step import Trainer, policy_update, score
 from megatron_sao.roles import publishing
 from megatron_sao.roles.spec import ActorSpec
@@ -60,8 +62,20 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     load_policy(model, directory, parallel)
     frozen = freeze(model, parallel, config.freeze)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
-    trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory)
+    experts = _replay(spec, model, parallel)
+    trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory, experts=experts)
     trained.log_description()
     source = MegatronSource(model, parallel)
     sender = WeightSender(source, rank=parallel.rank, backend=platform.backend, host=spec.meeting.publish_host)
     return Actor(trained, sender, cancelled, eps_low=spec.eps_low, eps_high=spec.eps_high)
+
+
+def _replay(spec: ActorSpec, model: PolicyModel, parallel: Parallel) -> ExpertReader | None:
+    """Raises ValueError: the model has no experts, or the rank was given no directory of theirs."""
+    if not spec.config.router_replay:
+        return None
+    if spec.expert_directory is None:
+        raise ValueError("actor.router_replay = true, but this rank was not told where the recorded experts are")
+    shape = RouterShape.of(model.hf_config.raw)
+    layers = RouterReplay((model,), parallel).layers
+    return ExpertReader(directory=Path(spec.expert_directory), shape=shape, layers=layers)
