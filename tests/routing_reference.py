@@ -1,6 +1,7 @@
 """The same routing by transformers: which experts its routers choose, and what it computes with other ones."""
 
 import types
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,16 @@ def routers(model: Any) -> list[Any]:
     return [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
 
 
-def chosen_by_hf(directory: Path | str, token_ids: NDArray[np.int32]) -> NDArray[np.int16]:
-    """[T, layers with experts, K] of one sequence."""
+def chosen_by_hf(directory: Path | str, sequences: Sequence[NDArray[np.int32]]) -> list[NDArray[np.int16]]:
+    """[T, layers with experts, K] of each sequence."""
     model, found = load_hf(directory), []
     for router in routers(model):
-        router.register_forward_hook(lambda _, __, output: found.append(output[2]))
-    with torch.no_grad():
-        model(torch.from_numpy(token_ids.astype(np.int64))[None])
-    return torch.stack(found, dim=1).numpy().astype(np.int16)
+        router.register_forward_hook(lambda _, __, output: found[-1].append(output[2]))
+    for token_ids in sequences:
+        found.append([])
+        with torch.no_grad():
+            model(torch.from_numpy(token_ids.astype(np.int64))[None])
+    return [torch.stack(layers, dim=1).numpy().astype(np.int16) for layers in found]
 
 
 def force(model: Any, ids: NDArray[np.int16]) -> None:

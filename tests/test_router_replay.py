@@ -35,7 +35,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
 def routes(directory: str) -> dict[str, Routes]:
     """Transformers' own, random other ones, those with every fourth row missing, and no row at all."""
     rng, batch = np.random.default_rng(3), make_batch()
-    own = np.concatenate([chosen_by_hf(directory, ids) for ids in sequences(batch)])
+    own = np.concatenate(chosen_by_hf(directory, sequences(batch)))
     other = rng.permuted(np.broadcast_to(np.arange(NUM_EXPERTS), (*own.shape[:2], NUM_EXPERTS)), axis=-1)
     other = np.ascontiguousarray(other[..., :TOP_K]).astype(np.int16)
     holes = other.copy()

@@ -60,12 +60,12 @@ def mismatches(
         sequences[name], logged[name] = np.asarray(token_ids, np.int32), np.asarray(logprobs)
     (answers,) = run_ranks(1, replayed_logprobs, str(model), dtype, directory, router, sequences)
     own, replayed = zip(*answers, strict=True)
-    return {
-        kind: float(
-            np.mean(np.concatenate([abs(f[-len(w) :] - w) for f, w in zip(found, logged.values(), strict=True)]))
-        )
-        for kind, found in (("own", own), ("replayed", replayed))
-    }
+    return {"own": _mean_difference(own, logged.values()), "replayed": _mean_difference(replayed, logged.values())}
+
+
+def _mean_difference(found: Iterable[Any], wanted: Iterable[Any]) -> float:
+    parts = [abs(of[-len(logged) :] - logged) for of, logged in zip(found, wanted, strict=True)]
+    return float(np.concatenate(parts).mean())
 
 
 async def test_in_float32_the_recorded_experts_are_those_of_transformers_and_of_megatron(
@@ -75,16 +75,13 @@ async def test_in_float32_the_recorded_experts_are_those_of_transformers_and_of_
         prompts = [PROMPT[:3], PROMPT, PROMPT * 3, PROMPT]  # the last one's prefix comes from the cache
         generations = [await subject.generate(120, prompt=prompt) for prompt in prompts]
     assert generations[-1].cached_tokens > 0
-    turns = []
-    for prompt, generation in zip(prompts, generations, strict=True):
-        token_ids = np.array([*prompt, *generation.output_ids], np.int32)
+    sequences = [np.array([*p, *g.output_ids], np.int32) for p, g in zip(prompts, generations, strict=True)]
+    for generation, chosen in zip(generations, chosen_by_hf(live_server.model_path, sequences), strict=True):
         assert generation.routed_experts is not None
-        expected = chosen_by_hf(live_server.model_path, token_ids)[:-1]
-        assert num_other_choices(generation.routed_experts, expected) <= TIES
-        turns.append((token_ids, generation.routed_experts, generation.logprobs))
+        assert num_other_choices(generation.routed_experts, chosen[:-1]) <= TIES
+    turns = [(s, g.routed_experts, g.logprobs) for s, g in zip(sequences, generations, strict=True)]
     found = mismatches(live_server.model_path, "float32", tmp_path / "files", ROUTER, turns)
     record_testsuite_property("float32: mean |log p_train - log p_rollout|", found)
-    print(found)
     assert max(found.values()) <= 1e-5
 
 
@@ -108,12 +105,13 @@ async def test_rows_across_a_switch_of_weights_are_those_of_the_forward_that_sam
     experts = generation.routed_experts
     assert experts is not None
     before, after = experts[:switch], experts[switch:]
+    (of_old,), (of_new,) = (chosen_by_hf(path, [token_ids]) for path in (live_server.model_path, other_model))
     if mode == "retract":
         assert (before == ROUTER.missing).all()
-        assert num_other_choices(after, chosen_by_hf(other_model, token_ids)[switch:-1]) <= TIES
+        assert num_other_choices(after, of_new[switch:-1]) <= TIES
     else:
         last = 1  # SGLang's scheduler has one step under way at the pause
-        assert num_other_choices(before, chosen_by_hf(live_server.model_path, token_ids)[:switch]) <= TIES + last
+        assert num_other_choices(before, of_old[:switch]) <= TIES + last
         assert not (after == ROUTER.missing).any()
 
 
@@ -139,8 +137,6 @@ async def test_in_bfloat16_a_run_replays_the_engines_choice_and_its_mismatch_fal
     start = [t for t in SEEN if (t.version[t.is_action] == 0).all()]
     turns = [(t.token_ids, t.routed_experts, t.rollout_logprobs[t.is_action]) for t in start]
     found = mismatches(model, "bfloat16", tmp_path / "files", router, turns)
-    flips = [num_other_choices(np.asarray(t.routed_experts), chosen_by_hf(model, t.token_ids)[:-1]) for t in start]
     record_testsuite_property("bfloat16: mean |log p_train - log p_rollout|", found)
     record_testsuite_property("bfloat16: policy/mismatch_kl by step", [r["policy/mismatch_kl"] for r in records])
-    print(found, sum(flips) / sum(len(t.token_ids) - 1 for t in start), [r["policy/mismatch_kl"] for r in records])
     assert found["replayed"] < 0.7 * found["own"]

@@ -32,7 +32,7 @@ class MicroBatch:
     lengths: tuple[int, ...]  # of the segments in row order, padding (its own segment) included; sums to B
     action_index_a: Tensor  # int64, row positions of the action tokens, all >= 1
     columns: Mapping[str, Tensor]  # [a] each: what the loss needs per action token
-    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, or NOT_RECORDED
+    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, on the CPU
 
     @property
     def targets_a(self) -> Tensor:
@@ -95,15 +95,15 @@ def _pack(
         lengths=tuple(lengths),
         action_index_a=torch.from_numpy(np.flatnonzero(is_action)).to(device),
         columns={name: torch.from_numpy(column[actions]).to(device) for name, column in columns_A.items()},
-        routed_experts_B=_routed(shard, spans, padding, device),
+        routed_experts_B=_routed(shard, spans, padding),
     )
 
 
-def _routed(shard: Shard, spans: Sequence[slice], padding: int, device: torch.device) -> Tensor | None:
+def _routed(shard: Shard, spans: Sequence[slice], padding: int) -> Tensor | None:
     if shard.routed_experts is None:
         return None
     missing = np.full((padding, *shard.routed_experts.shape[1:]), NOT_RECORDED, dtype=np.int16)
-    return torch.from_numpy(np.concatenate([*(shard.routed_experts[span] for span in spans), missing])).to(device)
+    return torch.from_numpy(np.concatenate([*(shard.routed_experts[span] for span in spans), missing]))
 
 
 def run_training(

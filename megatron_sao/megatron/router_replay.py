@@ -30,6 +30,7 @@ class RouterReplay:
         self.layers = tuple(sorted(routers))  # counted from 0 over the whole model
         self._num_parts = parallel.tensor_size if parallel.sequence_parallel else 1
         self._part = parallel.tensor_rank if parallel.sequence_parallel else 0
+        self._device = next(models[0].parameters()).device
         self._ids: Tensor | None = None  # [b, layers, K]
         for place, layer in enumerate(self.layers):
             routers[layer].router_replay = _LayerReplay(self, place)
@@ -37,8 +38,13 @@ class RouterReplay:
             model.router_replay = self  # type: ignore[assignment]
 
     def run(self, ids: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
-        """`forward()` with `ids` [B, layers, K], NOT_RECORDED where a router chooses; None: everywhere."""
-        own = None if ids is None else ids.chunk(self._num_parts)[self._part]  # sequence parallel cuts the row
+        """`forward()` with `ids` [B, layers, K], NOT_RECORDED where a router chooses; None: everywhere.
+
+        They are on the device only while their micro-batch is in flight.
+        """
+        own = None
+        if ids is not None:  # sequence parallel cuts the row
+            own = ids.chunk(self._num_parts)[self._part].to(self._device)
         self._ids = own
         output = forward()
         if output.requires_grad:

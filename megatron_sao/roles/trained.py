@@ -94,7 +94,7 @@ class TrainedRole:
             "layer_spec": "transformer_engine" if te else "local",
             "attention": "packed rows (thd)" if te else "dense with a block-diagonal causal mask",
             "optimizer": "distributed adam" if distributed else "adam",
-            "router": "replays the rollout's experts" if self._experts else "its own choice",
+            "router_replay": self._experts is not None,
             "dispatcher": model.config.moe_token_dispatcher_type if model.config.num_moe_experts else "none (dense)",
             "dtype": str(model.config.params_dtype).removeprefix("torch."),
             **dataclasses.asdict(self._frozen),
