@@ -29,7 +29,7 @@ from tests.tiny_models import make_tiny_model
 __all__ = ["other_model"]
 pytestmark = [pytest.mark.live, pytest.mark.ranks, pytest.mark.timeout(600)]
 ROUTER = RouterShape(num_layers=2, top_k=2, num_experts=8)
-DEEPER = {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 4}
+FLIPPING = {"num_hidden_layers": 4, "num_experts": 32, "moe_intermediate_size": 160}  # its experts weigh much
 TIES = 2  # rows in which two experts' logits may be closer than rounding
 SEEN: list[Trajectory] = []
 
@@ -118,7 +118,7 @@ async def test_rows_across_a_switch_of_weights_are_those_of_the_forward_that_sam
 async def test_in_bfloat16_a_run_replays_the_engines_choice_and_its_mismatch_falls(
     tmp_path: Path, record_testsuite_property: Any
 ) -> None:
-    model = make_tiny_model(tmp_path / "model", dtype=torch.bfloat16, **DEEPER)
+    model = make_tiny_model(tmp_path / "model", dtype=torch.bfloat16, **FLIPPING)
     router = RouterShape.of(json.loads((model / "config.json").read_text()))
     data = config_of(model, tmp_path / "run", num_steps=2).model_dump()
     data["model"]["dtype"] = "bfloat16"
@@ -139,4 +139,4 @@ async def test_in_bfloat16_a_run_replays_the_engines_choice_and_its_mismatch_fal
     found = mismatches(model, "bfloat16", tmp_path / "files", router, turns)
     record_testsuite_property("bfloat16: mean |log p_train - log p_rollout|", found)
     record_testsuite_property("bfloat16: policy/mismatch_kl by step", [r["policy/mismatch_kl"] for r in records])
-    assert found["replayed"] < 0.7 * found["own"]
+    assert found["replayed"] < 0.5 * found["own"]
