@@ -11,6 +11,7 @@ death of a process, or by a cancellation (Ctrl-C, SIGTERM). Whatever happens, ev
 
 import asyncio
 import contextlib
+import json
 import logging
 import secrets
 import tempfile
@@ -28,6 +29,7 @@ from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
 from megatron_sao.controller.report import Summary
 from megatron_sao.controller.run import Work, check_sequence_length, load_work, train, vocab_size
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 
@@ -77,7 +79,7 @@ async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path
     api_key = secrets.token_hex(32)
     model = config.model
     server = await SGLangServer.start(
-        _on_its_devices(config.engine, placement),
+        engine_config(config, placement),
         model_path=model.path,
         dtype=model.dtype,
         api_key=api_key,
@@ -90,6 +92,7 @@ async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path
         vocab_size=vocab_size(Path(model.path)),
         max_tokens=config.rollout.max_episode_tokens,
         timeouts=Timeouts(request_s=config.engine.request_timeout_s, control_s=config.engine.control_timeout_s),
+        router=_router(config),
     )
     try:
         yield client
@@ -99,10 +102,18 @@ async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path
         await server.stop()
 
 
-def _on_its_devices(engine: EngineConfig, placement: Placement) -> EngineConfig:
-    if not placement.engine:
-        return engine
-    return engine.model_copy(update={"extra_args": ("--base-gpu-id", str(placement.engine_base), *engine.extra_args)})
+def engine_config(config: Config, placement: Placement) -> EngineConfig:
+    """The engine's, with the flags that follow from the rest of the run."""
+    devices = ("--base-gpu-id", str(placement.engine_base)) if placement.engine else ()
+    experts = ("--enable-return-routed-experts",) if config.actor.router_replay else ()
+    return config.engine.model_copy(update={"extra_args": (*devices, *experts, *config.engine.extra_args)})
+
+
+def _router(config: Config) -> RouterShape | None:
+    """What the engine records for a replay. Raises ValueError: a model without experts."""
+    if not config.actor.router_replay:
+        return None
+    return RouterShape.of(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
 
 
 def check(config: Config) -> Placement:
@@ -111,4 +122,5 @@ def check(config: Config) -> Placement:
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.path = {path!r} is not a model directory: it has no config.json")
     check_sequence_length(config)
+    _router(config)
     return place(config, visible_devices())

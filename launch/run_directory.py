@@ -50,7 +50,7 @@ def run_directory(config: Config) -> Iterator[Path]:
 
 
 def remove_unfinished(directory: Path) -> None:
-    """Temporary names of the writers: `.<name>-<random>/` (exports) and `<name>.partial`."""
+    """Temporary names of the writers: `.<name>-<random>/` (exports), `.routed-experts/` and `<name>.partial`."""
     for path in directory.iterdir():
         if path.is_dir() and path.name.startswith("."):
             shutil.rmtree(path, ignore_errors=True)
@@ -75,6 +75,7 @@ def _move_aside(directory: Path) -> Path | None:
             f"run.directory = {str(directory)!r} holds files that are no run's: give a new or empty directory"
         )
     _lock(directory).close()
+    remove_unfinished(directory)  # of a run that was killed
     target = next(
         path for n in range(1, 1_000_000) if not (path := directory.with_name(f"{directory.name}.{n}")).exists()
     )

@@ -18,6 +18,9 @@ from numpy.typing import NDArray
 WeightVersion = int
 """0 = start weights, +1 per actor update (never for a critic-only update)."""
 
+NOT_RECORDED = -1
+"""On a training rank, in the place of an expert's id: the router chooses by itself."""
+
 HEX_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -61,7 +64,8 @@ class Trajectory:
     Raises:
         ValueError: at birth, when a field has the wrong length, the first token is an action, there is no action
             token, an action's log-prob is not finite or above 0, the last token is an observation, a reward sits on
-            a token that is not the last of its action, or a version or log-prob is given for an observation.
+            a token that is not the last of its action, a version or log-prob is given for an observation, or the routed
+            experts are not unsigned ids [T-1, layers, top_k].
     """
 
     id: str  # 32 hex digits
@@ -80,7 +84,8 @@ class Trajectory:
     engine: str
     started_s: float
     finished_s: float
-    routed_experts: NDArray[np.unsignedinteger] | None = None  # [T-1, layers, top_k]
+    routed_experts: NDArray[np.unsignedinteger] | None = None
+    # [T-1, layers, top_k] row t: the forward over token t; the dtype's largest value where not recorded
 
     def __post_init__(self) -> None:
         num_tokens = len(self.token_ids)
@@ -93,6 +98,7 @@ class Trajectory:
                 )
         self._check_actions()
         self._check_turns()
+        self._check_experts()
         for name in ("token_ids", "is_action", "rollout_logprobs", "version", "reward"):
             getattr(self, name).setflags(write=False)
 
@@ -125,6 +131,14 @@ class Trajectory:
         last[[end - 1 for _, end in spans]] = True
         if self.reward[~last].any():
             raise ValueError(f"trajectory {self.id}: a reward sits on a token that is not the last of its action")
+
+    def _check_experts(self) -> None:
+        ids, num_rows = self.routed_experts, len(self.token_ids) - 1
+        if ids is not None and (ids.ndim != 3 or len(ids) != num_rows or ids.dtype.kind != "u"):
+            raise ValueError(
+                f"trajectory {self.id}: routed experts {ids.dtype}{list(ids.shape)} are not unsigned ids "
+                f"[{num_rows}, layers, top_k]"
+            )
 
     @property
     def num_action_tokens(self) -> int:

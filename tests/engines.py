@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.rollout.engine import GenerateRequest, Generation
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 from megatron_sao.types import Bucket, TensorSpec
@@ -77,6 +78,7 @@ async def fake_subject(**options: Any) -> AsyncIterator[Subject]:
             vocab_size=320,
             max_tokens=2048,
             timeouts=Timeouts(request_s=TIMEOUT_S, control_s=TIMEOUT_S),
+            router=options.get("router"),
         )
         subject = Subject(
             engine=engine,
@@ -94,10 +96,17 @@ async def fake_subject(**options: Any) -> AsyncIterator[Subject]:
 
 
 @contextlib.asynccontextmanager
-async def live_subject(live: LiveServer, other_model: Path) -> AsyncIterator[Subject]:
+async def live_subject(
+    live: LiveServer, other_model: Path, *, router: RouterShape | None = None
+) -> AsyncIterator[Subject]:
     timeouts = Timeouts(request_s=TIMEOUT_S, control_s=TIMEOUT_S)
     engine = SGLangEngine(
-        live.url, api_key=live.api_key, vocab_size=live.vocab_size, max_tokens=live.max_tokens, timeouts=timeouts
+        live.url,
+        api_key=live.api_key,
+        vocab_size=live.vocab_size,
+        max_tokens=live.max_tokens,
+        timeouts=timeouts,
+        router=router,
     )
     subject = Subject(
         engine=engine,

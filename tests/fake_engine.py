@@ -6,6 +6,7 @@ it can be told to wait, fail, hang, lie or speak as 0.5.20. tests/test_engine_co
 """
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
@@ -13,9 +14,12 @@ import zlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 from aiohttp import web
+from numpy.typing import NDArray
 from torch import Tensor
 
+from megatron_sao.data.routed_experts import RouterShape
 from tests.fake_weights import FakeWeights
 
 Answer = Callable[[list[int]], Sequence[int]]
@@ -43,6 +47,7 @@ class _Request:
     started: bool = False
     abort_sent: bool = False
     aborted: bool = False
+    num_retractions: int = 0
     output: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     versions: list[str] = dataclasses.field(default_factory=list)
@@ -64,12 +69,14 @@ class FakeEngine:
         weights: Mapping[str, Tensor] | None = None,
         group_timeout_s: float = 30.0,
         faults: Faults | None = None,
+        router: RouterShape | None = None,  # routed experts are returned, by `experts_of`
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,  # a scripted virtual clock, where a test has one
     ) -> None:
         self.version, self.api_key, self.vocab_size = version, api_key, vocab_size
         self.context_length, self.eos_token_id, self.token_delay_s = context_length, eos_token_id, token_delay_s
         self.answer, self.faults, self.sleep = answer, faults or Faults(), sleep
         self.weights = FakeWeights(weights or {}, group_timeout_s)
+        self.router = router
         self.weight_version = "0"
         self.paused: str | None = None
         self.session_open = False
@@ -232,11 +239,15 @@ class FakeEngine:
             "prompt_tokens": len(ids),
             "completion_tokens": len(request.output),
             "cached_tokens": cached,
+            "num_retractions": request.num_retractions,
             "weight_version": self.weight_version,
             "weight_versions": _spans(request.versions),
             "input_token_logprobs": scored,
             "output_token_logprobs": [[p, t, None] for p, t in zip(request.logprobs, request.output, strict=True)],
         }
+        if body.get("return_routed_experts") and self.router is not None:
+            rows = experts_of(self.router, [*ids, *request.output][body["routed_experts_start_len"] : -1])
+            meta["routed_experts"] = base64.b64encode(rows.tobytes()).decode()
         return {"text": "", "output_ids": list(request.output), "meta_info": meta}
 
     def _respond(self, http: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
@@ -252,6 +263,8 @@ class FakeEngine:
         if mode not in ("abort", "retract", "in_place"):
             return _reply(False, f"unknown mode {mode!r}", 400)
         self.paused = mode
+        for request in self._requests.values():
+            request.num_retractions += request.started and mode == "retract"
         if mode == "abort":
             await self._end_requests(lambda _: True)
             async with self._changed:
@@ -344,6 +357,13 @@ class FakeEngine:
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(status=200)
+
+
+def experts_of(router: RouterShape, tokens: Sequence[int]) -> NDArray[np.int32]:
+    """The fake routers' choices [R, layers, top_k], different for every token and layer; layer 0 is dense, so all 0."""
+    tokens_R, layers, places = np.ix_(tokens, range(router.num_layers), range(router.top_k))
+    ids = (7 * tokens_R + 3 * layers + places) % router.num_experts
+    return np.where(layers == 0, 0, ids).astype(np.int32)
 
 
 def _reply(success: bool, message: str, status: int | None = None) -> web.Response:

@@ -7,7 +7,7 @@ import inspect
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,8 @@ from megatron_sao.controller.report import Reporter, Summary
 from megatron_sao.controller.step import StepSettings
 from megatron_sao.data.buffer import TrajectoryBuffer
 from megatron_sao.data.prompts import PromptStream
+from megatron_sao.data.routed_experts import DIRECTORY as EXPERT_DIRECTORY
+from megatron_sao.data.routed_experts import ExpertFiles
 from megatron_sao.rollout.engine import Engine
 from megatron_sao.rollout.episode import Episode, Limits
 from megatron_sao.rollout.reward import RewardFunction, load_object
@@ -93,8 +95,9 @@ async def train(
     trace = Trace(run_directory / TRACE) if config.metrics.trace else NoTrace()
     actor, critic, engine = TracedChannel(actor, trace), TracedChannel(critic, trace), TracedEngine(engine, trace)
     runner = _runner(config.rollout, work, engine=engine)
+    files = ExpertFiles(run_directory / EXPERT_DIRECTORY) if config.actor.router_replay else None
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
-    with closing(trace), closing(reporter):
+    with closing(trace), closing(reporter), closing(files) if files else nullcontext():
         parts = _parts(
             config,
             actor=actor,
@@ -104,6 +107,7 @@ async def train(
             runner=runner,
             reporter=reporter,
             trace=trace,
+            files=files,
         )
         measure = partial(_evaluate, prompts=work.held_out, runner=runner, engine=engine, reporter=reporter)
         try:
@@ -161,15 +165,19 @@ def _parts(
     runner: EpisodeRunner,
     reporter: Reporter,
     trace: Trace,
+    files: ExpertFiles | None,
 ) -> Parts:
     rollout = config.rollout
-    buffer = TrajectoryBuffer(rollout.num_slots, max_token_lag=rollout.max_token_lag)
+    buffer = TrajectoryBuffer(
+        rollout.num_slots, max_token_lag=rollout.max_token_lag, on_free=files.remove if files else None
+    )
     service = RolloutService(
         runner,
         prompts=work.prompts,
         buffer=buffer,
         max_consecutive_failures=rollout.max_consecutive_failures,
         slot_timeout_s=longest_step_s(config),
+        expert_files=files,
     )
     prompt = fixed_prompt(vocab_size(Path(config.model.path)), min(FIXED_PROMPT_TOKENS, rollout.max_episode_tokens))
     return Parts(

@@ -39,11 +39,19 @@ class TrajectoryBuffer:
     between two awaits, so that no lock is needed.
     """
 
-    def __init__(self, num_slots: int, *, max_token_lag: int | None = None) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        max_token_lag: int | None = None,
+        on_free: Callable[[FinishedEpisode], None] | None = None,
+    ) -> None:
+        """`on_free`: called with each finished episode when its slot is freed; nobody needs it any more."""
         if num_slots < 1:
             raise ValueError(f"a buffer has at least one slot, not {num_slots}")
         self._num_slots = num_slots
         self._max_token_lag = max_token_lag
+        self._on_free = on_free or _nothing
         self._changed = asyncio.Event()
         self._next_admission = 0
         self._running: set[Slot] = set()
@@ -124,6 +132,7 @@ class TrajectoryBuffer:
             episode_id = episode[0].episode_id
             assert episode_id in self._taken, f"episode {episode_id} is released but is not in training"
             self._taken.remove(episode_id)
+            self._on_free(tuple(episode))
         self._notify()
 
     def close(self, cause: BaseException | None = None) -> None:
@@ -164,9 +173,11 @@ class TrajectoryBuffer:
         oldest_allowed = version - self._max_token_lag
         stale = [slot for slot, e in self._finished.items() if min(t.oldest_version for t in e) < oldest_allowed]
         for slot in stale:
-            num_tokens = sum(len(trajectory.token_ids) for trajectory in self._finished.pop(slot))
+            episode = self._finished.pop(slot)
+            num_tokens = sum(len(trajectory.token_ids) for trajectory in episode)
             self._drops["stale"] += 1
             self._stale_by_length[sum(num_tokens > edge for edge in LENGTH_BUCKETS)] += 1
+            self._on_free(episode)
         if stale:
             self._notify()
 
@@ -189,6 +200,10 @@ class TrajectoryBuffer:
             ) from None
         if self._closed:
             raise BufferClosedError(f"the buffer is closed ({self._cause!r})") from self._cause
+
+
+def _nothing(_: FinishedEpisode) -> None:
+    """An episode without anything of its own to give back."""
 
 
 def _now() -> float:

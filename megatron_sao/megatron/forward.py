@@ -24,7 +24,9 @@ from megatron_sao.megatron.layer_specs import attention_inputs
 from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.router_replay import replaying
 from megatron_sao.megatron.shard import Shard
+from megatron_sao.types import NOT_RECORDED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,7 @@ class MicroBatch:
     targets_a: Tensor  # int64, the action tokens
     places_a: Tensor  # int64, of these actions among the shard's [A]
     columns: Mapping[str, Tensor]  # [a] each: what the loss needs per action token
+    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, on the CPU
 
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
@@ -90,10 +93,10 @@ def lay_out(
     padded = [length + -length % multiple for length in lengths]
     rest = -sum(padded) % (multiple * parallel.tensor_size) if padded else multiple * parallel.tensor_size
     padded += [rest] if rest else []
-    tokens, is_action = np.zeros(sum(padded), dtype=np.int64), np.zeros(sum(padded), dtype=bool)
+    source = np.full(sum(padded), -1)  # place of each of the row's tokens in the shard, -1: padding
     for start, span in zip(np.cumsum([0, *padded]), spans, strict=False):
-        here = slice(start, start + span.stop - span.start)
-        tokens[here], is_action[here] = shard.token_ids[span], shard.is_action[span]
+        source[start : start + span.stop - span.start] = np.arange(span.start, span.stop)
+    tokens, is_action = _taken(shard.token_ids, source, 0), _taken(shard.is_action, source, False)
     kept_B = context_part(padded, rank=parallel.context_rank, size=parallel.context_size)
     found = np.full(len(tokens), -1)
     found[kept_B] = np.arange(len(kept_B))  # place of a token of the row on this rank, -1: on another
@@ -101,17 +104,31 @@ def lay_out(
     mine = found[actions - 1] >= 0
     places = np.concatenate([np.zeros(0, dtype=np.int64), *(np.arange(*starts_A[i : i + 2]) for i in trajectories)])
     arrays = {
-        "token_ids_B": tokens[kept_B],
+        "token_ids_B": tokens[kept_B].astype(np.int64),
         "position_ids_B": np.concatenate([np.arange(length) for length in padded])[kept_B],
         "state_index_a": found[actions - 1][mine],
-        "targets_a": tokens[actions[mine]],
+        "targets_a": tokens[actions[mine]].astype(np.int64),
         "places_a": places[mine],
     }
     return MicroBatch(
         lengths=tuple(padded),
         columns={name: torch.from_numpy(column[places[mine]]).to(device) for name, column in columns_A.items()},
         **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
+        routed_experts_B=_routed(shard, source[kept_B]),
     )
+
+
+def _taken(array_T: NDArray[Any], source: NDArray[np.int64], filler: Any) -> NDArray[Any]:
+    """What lies at `source` of a shard's array, `filler` where it is -1."""
+    taken = np.full((len(source), *array_T.shape[1:]), filler, dtype=array_T.dtype)
+    taken[source >= 0] = array_T[source[source >= 0]]
+    return taken
+
+
+def _routed(shard: Shard, source_B: NDArray[np.int64]) -> Tensor | None:
+    if shard.routed_experts is None:
+        return None
+    return torch.from_numpy(_taken(shard.routed_experts, source_B, NOT_RECORDED))
 
 
 def context_part(lengths: Sequence[int], *, rank: int, size: int) -> NDArray[np.int64]:
@@ -195,8 +212,8 @@ def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
         packed = dataclasses.replace(
             packed, cu_seqlens_q_padded=packed.cu_seqlens_q, cu_seqlens_kv_padded=packed.cu_seqlens_kv
         )
-    output: Tensor = model(row.token_ids_B[None], row.position_ids_B[None], mask, packed_seq_params=packed)
-    return output
+    inputs = (row.token_ids_B[None], row.position_ids_B[None], mask)
+    return replaying(model, row.routed_experts_B, lambda: model(*inputs, packed_seq_params=packed))
 
 
 def _check_lengths(max_tokens: int | None, lengths: Sequence[int]) -> None:

@@ -23,6 +23,7 @@ from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.transfer import EMBEDDING
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.router_replay import RouterReplay
 from megatron_sao.megatron.stages import stage_layers
 from megatron_sao.megatron.transformer_config import Recompute, check_layout, transformer_config
 
@@ -68,6 +69,7 @@ class PolicyModel(GPTModel):
     """
 
     max_tokens: int | None = None  # of one sequence: above it this model is not the checkpoint's
+    router_replay: RouterReplay | None = None  # sets itself
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row.

@@ -30,6 +30,8 @@ class Shard:
     version: NDArray[np.int32]  # [T] -1 on observations
     micro_batches: tuple[MicroBatchPlan, ...]  # indices into this shard's trajectories; the same count on all ranks
     num_action_tokens: int  # of the whole step, over all data-parallel ranks: the denominator of every loss
+    routed_experts: NDArray[np.int16] | None = None  # [T, layers of this rank, top_k] to be replayed, or NOT_RECORDED
+    num_missing_routed: int = 0  # tokens without recorded experts
 
     def __post_init__(self) -> None:
         if self.num_action_tokens < 1:
@@ -43,6 +45,8 @@ class Shard:
         for name in ("token_ids", "is_action", "rollout_logprobs", "version"):
             if len(getattr(self, name)) != self.offsets[-1]:
                 raise ValueError(f"{name} has {len(getattr(self, name))} entries for {self.offsets[-1]} tokens")
+        if self.routed_experts is not None and len(self.routed_experts) != self.offsets[-1]:
+            raise ValueError(f"routed experts of {len(self.routed_experts)} tokens for {self.offsets[-1]}")
         if (np.diff(self.offsets) < 1).any() or self.is_action[self.offsets[:-1]].any():
             raise ValueError("a trajectory is empty or starts with an action: it has no state to act from")
 

@@ -45,7 +45,7 @@ from megatron_sao.megatron.optimizer import Optimizer, UpdateReport, wrap
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
-from megatron_sao.metrics import Metric, Reduction
+from megatron_sao.metrics import Metric, Reduction, mean
 from megatron_sao.types import WeightVersion
 
 
@@ -96,7 +96,8 @@ def policy_update(
         return total, policy_sums(found, total, entropy_A=entropy, lag_A=row.columns["lag"])
 
     merged = _train(trainer, shard, columns, loss, names=(POLICY_SUMS, POLICY_MAXIMA))
-    return finish_policy(merged) | _update_metrics("policy", trainer.optimizer.step())
+    metrics = finish_policy(merged) | _update_metrics("policy", trainer.optimizer.step())
+    return metrics | _replay_metrics(trainer, shard)
 
 
 def value_update(trainer: Trainer, shard: Shard, targets_A: NDArray[np.floating]) -> dict[str, Metric]:
@@ -211,6 +212,16 @@ def _lag(shard: Shard, version: WeightVersion) -> NDArray[np.int64]:
     if (lag < 0).any():
         raise ValueError(f"a token was sampled with version {version - lag.min()}, but {version} is being trained from")
     return lag
+
+
+def _replay_metrics(trainer: Trainer, shard: Shard) -> dict[str, Metric]:
+    """policy/replay_missing_fraction: tokens of the step whose experts were not recorded, where the router chose."""
+    if shard.routed_experts is None:
+        return {}
+    counts = torch.tensor([shard.num_missing_routed, len(shard.token_ids)], device=trainer.platform.device)
+    dist.all_reduce(counts, group=trainer.parallel.data_group)
+    missing, tokens = counts.tolist()
+    return {"policy/replay_missing_fraction": mean(missing, tokens)}
 
 
 def _check_finite(what: str, array_A: NDArray[np.floating]) -> None:

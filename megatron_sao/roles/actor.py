@@ -5,12 +5,14 @@ from pathlib import Path
 import torch
 
 from megatron_sao.channel import ActorUpdate, Answer, Command, PublishCommand, Score, Tensors
+from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.checkpoint import load_policy
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.model import build_policy
+from megatron_sao.megatron.model import Model, build_policy
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.probe import rehearse
+from megatron_sao.megatron.router_replay import RouterReplay
 from megatron_sao.megatron.step import Trainer, policy_update, score
 from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.roles import publishing
@@ -70,8 +72,20 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     frozen = freeze(model, parallel, config.freeze)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
     rehearse(trainer, config)
-    trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory)
+    experts = _replay(spec, model, parallel)
+    trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory, experts=experts)
     trained.log_description()
     source = MegatronSource(model, parallel, carried_tensors(directory))
     sender = WeightSender(source, rank=parallel.rank, backend=platform.backend, host=spec.meeting.publish_host)
     return Actor(trained, sender, cancelled, eps_low=spec.eps_low, eps_high=spec.eps_high)
+
+
+def _replay(spec: ActorSpec, model: Model, parallel: Parallel) -> ExpertReader | None:
+    """Raises ValueError: the model has no experts, or the rank was given no directory of theirs."""
+    if not spec.config.router_replay:
+        return None
+    if spec.expert_directory is None:
+        raise ValueError("actor.router_replay = true, but this rank was not told where the recorded experts are")
+    shape = RouterShape.of(model.hf_config.raw)
+    layers = RouterReplay(model.chunks, parallel).layers
+    return ExpertReader(directory=Path(spec.expert_directory), shape=shape, layers=layers)

@@ -5,6 +5,7 @@ a rank are in its shard's order.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,5 +96,5 @@ def shard_of(command: LoadBatch, tensors: Tensors, data_rank: int) -> Shard:
     """The shard of `data_rank`, from the tensors that `ShardMap.split` made for it."""
     starts = np.cumsum([0, *(len(row) for row in command.plan[data_rank])]).tolist()
     micro_batches = tuple(tuple(range(start, end)) for start, end in zip(starts[:-1], starts[1:], strict=True))
-    arrays = {name: tensors[name] for name in _ARRAYS}
+    arrays: dict[str, Any] = {name: tensors[name] for name in _ARRAYS}
     return Shard(micro_batches=micro_batches, num_action_tokens=int(tensors[_NUM_ACTIONS][0]), **arrays)

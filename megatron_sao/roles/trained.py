@@ -1,14 +1,16 @@
 """What actor and critic have in common: batches, export, and saying what they are made of."""
 
+import dataclasses
 import logging
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 from pydantic import JsonValue
 
 from megatron_sao.channel import Answer, Command, Describe, DropBatch, Export, LoadBatch, Tensors
+from megatron_sao.data.routed_experts import ExpertReader
 from megatron_sao.megatron.checkpoint import export
 from megatron_sao.megatron.freeze import FreezeReport
 from megatron_sao.megatron.shard import Shard
@@ -38,9 +40,16 @@ class TrainedRole:
     """One rank of a model that is trained on batches."""
 
     def __init__(
-        self, trainer: Trainer, frozen: FreezeReport, *, role: Literal["policy", "critic"], source_directory: Path
+        self,
+        trainer: Trainer,
+        frozen: FreezeReport,
+        *,
+        role: Literal["policy", "critic"],
+        source_directory: Path,
+        experts: ExpertReader | None = None,
     ) -> None:
-        self.trainer = trainer
+        """`experts`: the recorded ones, which this model replays."""
+        self.trainer, self._experts = trainer, experts
         self._frozen, self._role, self._source_directory = frozen, role, source_directory
         self._shards: dict[int, Shard] = {}
 
@@ -49,7 +58,7 @@ class TrainedRole:
             case Describe():
                 return Answer(data=self.describe())
             case LoadBatch():
-                self._shards[command.batch_id] = shard_of(command, tensors, self.trainer.parallel.data_rank)
+                self._shards[command.batch_id] = self._load(command, tensors)
             case DropBatch():
                 self._shards.pop(command.batch_id, None)
             case Export():
@@ -60,6 +69,15 @@ class TrainedRole:
 
     def shard(self, batch_id: int) -> Shard:
         return self._shards[batch_id]
+
+    def _load(self, command: LoadBatch, tensors: Tensors) -> Shard:
+        data_rank = self.trainer.parallel.data_rank
+        shard = shard_of(command, tensors, data_rank)
+        if self._experts is None:
+            return shard
+        ids = [command.trajectory_ids[place] for row in command.plan[data_rank] for place in row]
+        experts, num_missing = self._experts.read(ids, np.diff(shard.offsets).tolist())
+        return dataclasses.replace(shard, routed_experts=experts, num_missing_routed=num_missing)
 
     def describe(self) -> dict[str, JsonValue]:
         """Which code paths are in use, and how large things are. The first lines of a run's log."""
@@ -81,9 +99,10 @@ class TrainedRole:
             "overlap": model.wrapped[0].ddp_config.overlap_grad_reduce,
             "recompute": model.config.recompute_granularity or "none",
             "fused_weight_gradients": platform.fused_weight_gradients,
+            "router_replay": self._experts is not None,
             "dispatcher": model.config.moe_token_dispatcher_type if model.config.num_moe_experts else "none (dense)",
             "dtype": str(model.config.params_dtype).removeprefix("torch."),
-            **asdict(self._frozen),
+            **dataclasses.asdict(self._frozen),
         }
 
     def log_description(self) -> None:

@@ -9,6 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from megatron_sao.types import HEX_ID, Bucket, WeightVersion
 
 PauseMode = Literal["retract", "in_place", "abort"]
@@ -42,6 +45,7 @@ class GenerateRequest:
     input_ids: tuple[int, ...]  # [P]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # these end the turn (and stay in the output); nothing else does
+    num_routed: int = 0  # the first tokens whose routed experts are known from earlier turns; at most P
 
     def __post_init__(self) -> None:
         if not HEX_ID.fullmatch(self.rid):
@@ -50,6 +54,8 @@ class GenerateRequest:
             raise ValueError(f"request {self.rid} has no input ids: give at least one")
         if self.max_new_tokens < 1:
             raise ValueError(f"request {self.rid}: max_new_tokens must be at least 1, not {self.max_new_tokens}")
+        if not 0 <= self.num_routed <= len(self.input_ids):
+            raise ValueError(f"request {self.rid}: num_routed = {self.num_routed} of {len(self.input_ids)} input ids")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +73,8 @@ class Generation:
     finish: Finish
     matched_stop: int | None = None  # the stop token that ended the turn
     cached_tokens: int = 0  # prompt tokens whose KV was not computed anew
+    routed_experts: NDArray[np.unsignedinteger] | None = None
+    # [P+G-1-num_routed, layers, top_k] from an engine that records them; the dtype's largest value where it did not
     engine: str
 
     def __post_init__(self) -> None:

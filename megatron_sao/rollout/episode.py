@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from megatron_sao.rollout.engine import Engine, GenerateRequest, Generation
@@ -139,6 +140,7 @@ class _Tape:
     versions: list[int] = field(init=False)  # [T]
     turns: list[tuple[int, int]] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
+    routed_experts: list[NDArray[np.unsignedinteger]] = field(default_factory=list)  # of each turn, where recorded
     engine: str = ""
 
     def __post_init__(self) -> None:
@@ -162,6 +164,7 @@ class _Tape:
             input_ids=tuple(self.token_ids),
             max_new_tokens=min(self.limits.max_turn_tokens, left),
             stop_token_ids=stop_token_ids,
+            num_routed=sum(map(len, self.routed_experts)),
         )
 
     def has_room_after(self, ids: Sequence[int]) -> bool:
@@ -175,6 +178,8 @@ class _Tape:
         self._extend(generation.output_ids, is_action=True, logprobs=generation.logprobs, versions=generation.versions)
         self.turns.append((start, len(self.token_ids)))
         self.texts.append(text)
+        if generation.routed_experts is not None:
+            self.routed_experts.append(generation.routed_experts)
         self.engine = generation.engine
 
     def trajectory(self, stop_reason: StopReason) -> Trajectory:
@@ -194,6 +199,7 @@ class _Tape:
             engine=self.engine,
             started_s=self.started_s,
             finished_s=time.time(),
+            routed_experts=np.concatenate(self.routed_experts) if self.routed_experts else None,
         )
 
     def _extend(

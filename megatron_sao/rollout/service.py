@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from megatron_sao.data.buffer import BufferClosedError, Slot, TrajectoryBuffer
 from megatron_sao.data.prompts import PromptStream
+from megatron_sao.data.routed_experts import ExpertFiles
 from megatron_sao.metrics import Metric, mean
 from megatron_sao.rollout.engine import Engine, EngineError
 from megatron_sao.rollout.episode import Episode, EpisodeError, Limits
@@ -71,13 +72,18 @@ class RolloutService:
         buffer: TrajectoryBuffer,
         slot_timeout_s: float,
         max_consecutive_failures: int = 16,
+        expert_files: ExpertFiles | None = None,
     ) -> None:
-        """`slot_timeout_s`: the longest wait for a slot. It must outlast a whole step, which frees them at its end."""
+        """`slot_timeout_s`: the longest wait for a slot. It must outlast a whole step, which frees them at its end.
+
+        `expert_files`: where routed experts go; without it, they are not kept.
+        """
         self._runner = runner
         self._prompts = prompts
         self._buffer = buffer
         self._max_consecutive_failures = max_consecutive_failures
         self._slot_timeout_s = slot_timeout_s
+        self._expert_files = expert_files
         self._admission: asyncio.Task[None] | None = None
         self._failed: asyncio.Future[None] | None = None
         self._episodes: set[asyncio.Task[None]] = set()
@@ -153,6 +159,8 @@ class RolloutService:
     async def _run_one(self, slot: Slot, prompt: Prompt) -> None:
         try:
             trajectories, reward = await self._runner.run(prompt)
+            if self._expert_files is not None:
+                trajectories = await asyncio.to_thread(self._expert_files.write, trajectories)
         except BROKEN as error:
             self._break(slot, prompt, error)
         except Exception as error:  # noqa: BLE001 - a border: what is no episode's own failure ends the run

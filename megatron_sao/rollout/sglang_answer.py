@@ -3,9 +3,14 @@
 Axis letters: P prompt tokens, G generated tokens.
 """
 
+import base64
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.rollout.engine import EngineError, GenerateRequest, Generation, PromptScore
 from megatron_sao.types import WeightVersion
 
@@ -13,9 +18,12 @@ ROUNDING = 1e-5  # a log-prob this far above 0 is a probability of 1, rounded
 CALL = "/generate"
 
 
-def read_generation(engine: str, request: GenerateRequest, answer: Any) -> Generation:
+def read_generation(
+    engine: str, request: GenerateRequest, answer: Any, *, router: RouterShape | None = None
+) -> Generation:
+    """`router`: the request asked for the experts that these routers chose."""
     try:
-        return _generation(engine, request, answer)
+        return _generation(engine, request, answer, router)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise EngineError(engine, CALL, None, f"request {request.rid}: {_reason(error)}") from error
 
@@ -57,7 +65,7 @@ def expand_spans(spans: Sequence[Any], num_tokens: int) -> tuple[WeightVersion, 
     return tuple(versions)
 
 
-def _generation(engine: str, request: GenerateRequest, answer: Any) -> Generation:
+def _generation(engine: str, request: GenerateRequest, answer: Any, router: RouterShape | None) -> Generation:
     meta = answer["meta_info"]
     output_ids = tuple(int(token) for token in answer["output_ids"])
     reason = meta["finish_reason"]
@@ -68,15 +76,40 @@ def _generation(engine: str, request: GenerateRequest, answer: Any) -> Generatio
         raise ValueError(f"{len(output_ids)} tokens where at most {request.max_new_tokens} were asked for")
     entries = meta["output_token_logprobs"] if output_ids else []
     _check_ids([entry[1] for entry in entries], output_ids, "generated")
+    versions = expand_spans(meta["weight_versions"] if output_ids else [], len(output_ids))
+    asked = router is not None and finish != "abort"
     return Generation(
         output_ids=output_ids,
         logprobs=tuple(_logprob(entry[0]) for entry in entries),
-        versions=expand_spans(meta["weight_versions"] if output_ids else [], len(output_ids)),
+        versions=versions,
+        routed_experts=_routed_experts(request, meta, versions, router) if asked and router else None,
         finish=finish,
         matched_stop=reason["matched"] if finish == "stop" and isinstance(reason["matched"], int) else None,
         cached_tokens=int(meta.get("cached_tokens") or 0),
         engine=engine,
     )
+
+
+def _routed_experts(
+    request: GenerateRequest, meta: Any, versions: Sequence[WeightVersion], router: RouterShape
+) -> NDArray[np.unsignedinteger]:
+    """[P+G-1-num_routed, layers, top_k]. SGLang sends int32, base64, C order, of the whole model's layers.
+
+    A retracted request computes its tokens anew and keeps only the last record. Where the weights have changed since
+    they were first computed, that is another choice than the one they were sampled by, and counts as missing.
+    """
+    if "routed_experts" not in meta:
+        raise ValueError("no routed_experts though asked for: start the server with --enable-return-routed-experts")
+    ids = np.frombuffer(base64.b64decode(meta["routed_experts"], validate=True), dtype="<i4")
+    num_prompt = len(request.input_ids)
+    expected = (num_prompt + len(versions) - 1 - request.num_routed, router.num_layers, router.top_k)
+    if ids.size != np.prod(expected):
+        raise ValueError(f"{ids.size} routed experts, not {' * '.join(map(str, expected))} (rows, layers, top-k)")
+    packed = router.pack(ids.reshape(expected))
+    first_new = versions.index(versions[-1])  # the first token of the last weights
+    if meta["num_retractions"] and first_new:
+        packed[: num_prompt + first_new - 1 - request.num_routed] = router.missing
+    return packed
 
 
 def _raise_if_aborted(meta: Any) -> None:

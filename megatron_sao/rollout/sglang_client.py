@@ -13,6 +13,7 @@ from typing import Any
 
 import aiohttp
 
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.rollout.engine import EngineError, GenerateRequest, Generation, PauseMode, PromptScore
 from megatron_sao.rollout.sglang_answer import read_generation, read_score
 from megatron_sao.types import Bucket, WeightVersion
@@ -53,13 +54,22 @@ class SGLangEngine:
     """
 
     def __init__(
-        self, url: str, *, api_key: str | None, vocab_size: int, max_tokens: int, timeouts: Timeouts | None = None
+        self,
+        url: str,
+        *,
+        api_key: str | None,
+        vocab_size: int,
+        max_tokens: int,
+        timeouts: Timeouts | None = None,
+        router: RouterShape | None = None,
     ) -> None:
+        """`router`: of a model with experts, whose routers' choices every generation shall bring along."""
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._vocab_size = vocab_size
         self._max_tokens = max_tokens
         self._timeouts = timeouts or Timeouts()
+        self._router = router
         self._session: aiohttp.ClientSession | None = None
         self._background: set[asyncio.Task[None]] = set()
         self._running = asyncio.Event()  # not paused
@@ -88,6 +98,8 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": False,
         }
+        if self._router is not None:
+            body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
         while True:
             await self._until_resumed()
             version = self._version
@@ -96,7 +108,7 @@ class SGLangEngine:
             except BaseException:  # a cancellation or a deadline above all: nobody will read what it goes on to sample
                 self._abort_soon(request.rid)
                 raise
-            generation = read_generation(self.name, request, answer)
+            generation = await self._read(request, answer)
             if not self._read_older_kv(generation, version):
                 return generation
             if generation.finish == "abort":
@@ -233,6 +245,12 @@ class SGLangEngine:
                 f"{len(input_ids)} prompt tokens and up to {max_new_tokens} new ones exceed this engine's limit of "
                 f"{self._max_tokens}: shorten the prompt or lower max_new_tokens"
             )
+
+    async def _read(self, request: GenerateRequest, answer: Any) -> Generation:
+        """Expert ids are 200 MB for 131k tokens, 48 layers and top-8: other requests go on meanwhile."""
+        if self._router is None:
+            return read_generation(self.name, request, answer)
+        return await asyncio.to_thread(read_generation, self.name, request, answer, router=self._router)
 
     def _cache_key(self) -> dict[str, str]:
         """Requests after one publish share cached prefixes; none reads KV of older weights."""
