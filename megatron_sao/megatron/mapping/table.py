@@ -230,17 +230,21 @@ def carried(architecture: Architecture, config: HFConfig) -> tuple[Carried, ...]
 
 
 def _carried(tensors: Sequence[TensorKind], config: HFConfig) -> Iterator[Carried]:
-    sizes = config.sizes
     scopes = {"layer", "moe_layer", "expert", "mtp_layer", *(["indexer_layer"] if config.has_indexer else [])}
     wanted = {layer: {"indexer_layer"} for layer, own in enumerate(config.has_indexer) if own}
     wanted |= {config.num_layers + layer: scopes for layer in range(config.num_mtp_layers)}
     for layer, of_layer in wanted.items():
         for kind in (kind for kind in tensors if kind.scope in of_layer and _is_present(kind, config)):
-            for expert in range(config.num_experts if kind.scope == "expert" else 1):
-                for name, dims in kind.hf:
-                    yield Carried(
-                        name=name.format(layer=layer, expert=expert),
-                        shape=tuple(sizes[dim] for dim in dims),
-                        layer=layer,
-                        optional=kind.presence == "optional",
-                    )
+            yield from _carried_of(kind, config, layer)
+
+
+def _carried_of(kind: TensorKind, config: HFConfig, layer: int) -> Iterator[Carried]:
+    sizes = config.sizes
+    for expert in range(config.num_experts if kind.scope == "expert" else 1):
+        for name, dims in kind.hf:
+            yield Carried(
+                name=name.format(layer=layer, expert=expert),
+                shape=tuple(sizes[dim] for dim in dims),
+                layer=layer,
+                optional=kind.presence == "optional",
+            )
