@@ -16,7 +16,7 @@ pytestmark = pytest.mark.ranks
 CRITIC: dict[str, Any] = {"role": "critic", "freeze": ("*.self_attn.*",)}
 CASES = {
     "tensor and expert": Case(model="moe", layout={"num_ranks": 4, "tensor": 2, "expert": 2}),
-    "tied, bfloat16": Case(model="tied", layout={"num_ranks": 4, "expert": 2}, dtype="bfloat16"),
+    "tied, pipeline": Case(model="tied", layout={"num_ranks": 4, "pipeline": 2, "expert": 2}, dtype="bfloat16"),
     "critic, experts apart": Case(model="glm4", layout={"num_ranks": 4, "expert": 4}, dtype="bfloat16", **CRITIC),
     "not distributed": Case(
         model="moe",
