@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import megatron.core.post_training.modelopt.layers as whole_layers
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import torch
 
 _CPU = torch.device("cpu")
@@ -144,6 +146,8 @@ def _stand_in_for_cuda_random_states() -> None:
 def _complete_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # named without Transformer Engine, but defined only with it
         moe_utils.te_general_gemm = None
+    if multi_latent_attention.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
+        multi_latent_attention.Linear = whole_layers.Linear
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
 
 
