@@ -146,9 +146,9 @@ def _stand_in_for_cuda_random_states() -> None:
 def _complete_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # named without Transformer Engine, but defined only with it
         moe_utils.te_general_gemm = None
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
     if multi_latent_attention.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
         multi_latent_attention.Linear = whole_layers.Linear
-    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
 
 
 def _splits_as_numpy(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
