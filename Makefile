@@ -1,10 +1,19 @@
 # make setup | check | test | quickstart: each builds .venv first when it is missing or older than the pins.
+# make test-megatron MEGATRON=0.18.2: the tests that run Megatron, with another megatron-core, in an environment of its own.
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 PINS := requirements/cpu.txt requirements/cpu-no-deps.txt pyproject.toml
 
-.PHONY: setup check test quickstart clean
+MEGATRON ?= 0.19.2
+MEGATRON_PYTHON ?= python3.12
+MEGATRON_VENV := .venv-megatron-$(MEGATRON)
+MEGATRON_PINS := requirements/megatron.txt requirements/cpu.txt pyproject.toml
+MEGATRON_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
+	platform mapping model_directories freeze logprobs megatron_layouts training deterministic roles sync_send \
+	publish_direct publish_deadlines))
+
+.PHONY: setup check test test-megatron quickstart clean
 
 setup: $(VENV)/.installed
 
@@ -24,10 +33,20 @@ check: setup
 test: setup
 	$(BIN)/pytest
 
+test-megatron: $(MEGATRON_VENV)/.installed
+	$(MEGATRON_VENV)/bin/pytest $(MEGATRON_TESTS)
+
+$(MEGATRON_VENV)/.installed: $(MEGATRON_PINS)
+	$(MEGATRON_PYTHON) -m venv $(MEGATRON_VENV)
+	$(MEGATRON_VENV)/bin/pip install --quiet --requirement requirements/megatron.txt
+	$(MEGATRON_VENV)/bin/pip install --quiet --no-deps megatron-core==$(MEGATRON)
+	$(MEGATRON_VENV)/bin/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
 quickstart: setup
 	$(BIN)/python -m tools.quickstart
 	$(BIN)/sao train configs/quickstart.toml
 	$(BIN)/python -m tools.plot runs/quickstart
 
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) .venv-megatron-* .mypy_cache .ruff_cache .pytest_cache

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import megatron.core.post_training.modelopt.layers as whole_layers
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -148,6 +149,8 @@ def _complete_megatron() -> None:
         moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False  # true whenever its names can be imported; isinstance() of them then fails
     token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
+    if multi_latent_attention.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
+        multi_latent_attention.Linear = whole_layers.Linear
 
 
 def _splits_as_numpy(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
