@@ -126,12 +126,6 @@ class ActorConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
     router_replay: bool = False  # train with the experts that the engine chose at rollout (R3)
 
-    @model_validator(mode="after")
-    def a_replayed_row_is_whole(self) -> "ActorConfig":
-        if self.router_replay and self.layout.context > 1:
-            raise ValueError(f"router_replay = true with layout.context = {self.layout.context}: only 1 is implemented")
-        return self
-
 
 class CriticConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6, clip_norm=10.0)

@@ -15,7 +15,6 @@ from launch.local import check, engine_config
 from launch.placement import Placement
 from launch.role_processes import rank_specs
 from launch.run_directory import run_directory
-from megatron_sao.config import ActorConfig, LayoutConfig
 from megatron_sao.data.buffer import TrajectoryBuffer
 from megatron_sao.data.routed_experts import ExpertFiles, ExpertReader, RouterShape, expert_file
 from megatron_sao.rollout.engine import EngineError, GenerateRequest
@@ -229,8 +228,6 @@ def test_replay_is_refused_for_a_dense_model_and_switches_the_engines_record_on(
     assert engine_config(config_of(sparse), Placement()).extra_args == ()
     specs = rank_specs(config, port=1, key=b"k" * 32, private=tmp_path)
     assert specs[0].expert_directory == str(tmp_path / "run" / ".routed-experts")  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"layout\.context = 2: only 1 is implemented"):
-        ActorConfig(router_replay=True, layout=LayoutConfig(num_ranks=2, context=2))
 
 
 def test_what_a_killed_run_left_is_removed_when_the_next_one_starts(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Packed rows as ranks have them: parts of a row by context rank, padding, and where each action token lies."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.stages import stage_layers, stage_of
+from megatron_sao.types import NOT_RECORDED
 
 CPU = Platform(device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False)
 LENGTHS = (5, 9, 3)
@@ -61,6 +64,19 @@ def test_every_action_token_is_on_the_one_rank_that_has_its_state(shard: Shard, 
             assert set(starts.tolist()) <= {100 + shard.offsets[i] for i in trajectories}
             seen += row.places_a.tolist()
     assert sorted(seen) == list(range(len(tokens_A)))
+
+
+def test_recorded_experts_go_with_their_tokens(shard: Shard) -> None:
+    experts = np.stack([shard.token_ids, shard.token_ids + 500], axis=-1)[:, None].astype(np.int16)  # [T, 1, 2]
+    replayed = dataclasses.replace(shard, routed_experts=experts)
+    for rank in range(2):
+        for row in make_micro_batches(replayed, {}, parallel=Parallel(context_rank=rank, context_size=2), platform=CPU):
+            assert row.routed_experts_B is not None
+            first, second = row.routed_experts_B[:, 0].T
+            is_padding = row.token_ids_B == 0
+            torch.testing.assert_close(first, row.token_ids_B.masked_fill(is_padding, NOT_RECORDED).to(torch.int16))
+            assert (second[is_padding] == NOT_RECORDED).all()
+            assert (second[~is_padding] == first[~is_padding] + 500).all()
 
 
 def test_the_interleaved_schedule_gets_a_multiple_of_the_pipeline_size(shard: Shard) -> None:
