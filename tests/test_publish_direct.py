@@ -149,6 +149,7 @@ async def test_the_next_bucket_is_prepared_while_one_is_on_its_way(tmp_path: Pat
             prepared = min(load + 2, num_buckets)
             await until(lambda: len(events(tmp_path, "flattened")) >= prepared)
             for rank in (0, 1):
+                await until(lambda rank=rank: len(events(tmp_path, "gather", rank)) >= prepared)  # type: ignore[misc]
                 assert len(events(tmp_path, "gather", rank)) == prepared  # and never more than one ahead
 
         fake.before[LOAD] = next_is_prepared
