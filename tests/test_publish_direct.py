@@ -140,7 +140,8 @@ async def test_a_source_that_raises_is_named_with_its_rank_and_bucket(tmp_path: 
 
 @pytest.mark.parametrize("sender", ["gather", "direct"])
 async def test_the_next_bucket_is_prepared_while_one_is_on_its_way(tmp_path: Path, sender: str) -> None:
-    """Bucket k is received only once every rank has begun, and its source ended, bucket k+1."""
+    """Bucket k is received only once every rank has begun, and its source ended, bucket k+1. A rank may have begun
+    bucket k+2: gloo takes so few bytes before anybody receives them, and on a slow machine the check comes late."""
     async with world(tmp_path, settings={"sender": sender, "bucket_bytes": 1}) as parts:
         (fake,) = parts.fakes
         num_buckets = len(toy_values(0))  # one tensor each
@@ -150,7 +151,7 @@ async def test_the_next_bucket_is_prepared_while_one_is_on_its_way(tmp_path: Pat
             await until(lambda: len(events(tmp_path, "flattened")) >= prepared)
             for rank in (0, 1):
                 await until(lambda rank=rank: len(events(tmp_path, "gather", rank)) >= prepared)  # type: ignore[misc]
-                assert len(events(tmp_path, "gather", rank)) == prepared  # and never more than one ahead
+                assert len(events(tmp_path, "gather", rank)) <= prepared + 1
 
         fake.before[LOAD] = next_is_prepared
         await parts.train(1)
