@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import Config, LayoutConfig, RoleConfig, load
+from megatron_sao.config import Config, RoleConfig, load
 from megatron_sao.controller.report import write_atomically
 from megatron_sao.controller.run import check_sequence_length
 from megatron_sao.megatron.mapping.architectures import read_hf_config
@@ -24,8 +24,7 @@ from megatron_sao.megatron.memory import (
     role_memory,
     serving_memory,
 )
-from megatron_sao.megatron.parallel import Parallel
-from megatron_sao.megatron.transformer_config import check_layout
+from megatron_sao.megatron.sizes import check_sizes
 from megatron_sao.roles.critic import freeze_patterns
 
 GIB = 1024**3
@@ -129,7 +128,15 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
 def _trained(
     name: Literal["actor", "critic"], config: Config, role: RoleConfig, hf: HFConfig, freeze: tuple[str, ...]
 ) -> RolePlan:
-    _check(f"{name}.layout", hf, _place(role.layout))
+    layout = role.layout
+    _check(
+        f"{name}.layout",
+        hf,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        num_stages=layout.pipeline * layout.virtual_stages,
+    )
     dtype = config.model.dtype
     stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, freeze))
     fullest = max(stages, key=lambda stage: stage.total_bytes)
@@ -139,7 +146,7 @@ def _trained(
     excess = sum(parts.values()) - usable
     return RolePlan(
         name=name,
-        num_gpus=role.layout.num_ranks,
+        num_gpus=layout.num_ranks,
         parts=parts,
         usable_bytes=usable,
         stages=stages,
@@ -148,24 +155,9 @@ def _trained(
     )
 
 
-def _place(layout: LayoutConfig) -> Parallel:
-    """The sizes that a layout gives to Megatron, without any group."""
-    return Parallel(
-        world_size=layout.num_ranks,
-        tensor_size=layout.tensor,
-        context_size=layout.context,
-        data_size=layout.data,
-        expert_size=layout.expert,
-        expert_tensor_size=layout.expert_tensor,
-        expert_data_size=layout.expert_data,
-        pipeline_size=layout.pipeline,
-        virtual_stages=layout.virtual_stages,
-    )
-
-
-def _check(what: str, hf: HFConfig, place: Parallel) -> None:
+def _check(what: str, hf: HFConfig, **sizes: int) -> None:
     try:
-        check_layout(hf, place)
+        check_sizes(hf, **sizes)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
 
@@ -177,7 +169,7 @@ def _publish_bytes(config: Config, hf: HFConfig) -> int:
 
 def _engine(config: Config, hf: HFConfig) -> RolePlan:
     engine, rollout = config.engine, config.rollout
-    _check("engine", hf, Parallel(tensor_size=engine.tensor))
+    _check("engine", hf, tensor=engine.tensor)
     memory = serving_memory(hf, dtype=config.model.dtype, tensor=engine.tensor)
     gpu_bytes = GPU_BYTES[config.cluster.gpu]
     static = int(gpu_bytes * _static_fraction(config))
