@@ -44,7 +44,8 @@ class ModelConfig(Part):
 class LayoutConfig(Part):
     """Ranks of one Megatron group, tensor ranks next to each other, pipeline stages outermost.
 
-    Of the ranks of one pipeline stage, tensor * context divide the dense layers, expert_tensor * expert the experts.
+    In one pipeline stage, `tensor` divides the dense layers, which have data * context copies; expert_tensor * expert
+    divides the experts, which have expert_data copies. `context` divides the tokens of a row.
     """
 
     num_ranks: PositiveInt = 1  # processes, one device each
