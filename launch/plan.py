@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import Config, RoleConfig, load
+from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
 from megatron_sao.controller.report import write_atomically
 from megatron_sao.controller.run import check_sequence_length
 from megatron_sao.megatron.mapping.architectures import read_hf_config
@@ -170,9 +170,10 @@ def _publish_bytes(config: Config, hf: HFConfig) -> int:
 def _engine(config: Config, hf: HFConfig) -> RolePlan:
     engine, rollout = config.engine, config.rollout
     _check("engine", hf, tensor=engine.tensor)
+    _check_expert_cuts(hf, engine)
     memory = serving_memory(hf, dtype=config.model.dtype, tensor=engine.tensor)
     gpu_bytes = GPU_BYTES[config.cluster.gpu]
-    static = int(gpu_bytes * _static_fraction(config))
+    static = int(gpu_bytes * _argument(engine, "--mem-fraction-static", default=STATIC_FRACTION))
     room = max(0, static - memory.weight_bytes) // memory.kv_bytes_per_token
     tokens = min(room, engine.max_total_tokens or room)
     wanted = engine.max_total_tokens or rollout.max_episode_tokens
@@ -193,9 +194,24 @@ def _engine(config: Config, hf: HFConfig) -> RolePlan:
     )
 
 
-def _static_fraction(config: Config) -> float:
-    arguments = dict(zip(config.engine.extra_args, config.engine.extra_args[1:], strict=False))
-    return float(arguments.get("--mem-fraction-static", STATIC_FRACTION))
+def _check_expert_cuts(hf: HFConfig, engine: EngineConfig) -> None:
+    """SGLang cuts an expert over the ranks that do not hold different ones."""
+    cuts = max(1, engine.tensor // int(_argument(engine, "--ep-size", "--ep", "--expert-parallel-size", default=1)))
+    if hf.expert_ffn_size % cuts:
+        raise ValueError(
+            f"engine: tensor = {engine.tensor} cuts each expert in {cuts}, which does not divide its feed-forward "
+            f"size, {hf.expert_ffn_size}: {divisors(hf.expert_ffn_size)} would"
+        )
+
+
+def _argument(engine: EngineConfig, *names: str, default: float) -> float:
+    """Of the engine's command line, as `--name value` or `--name=value`; the last one counts."""
+    words = [part for word in engine.extra_args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = [value for name, value in zip(words, [*words[1:], ""], strict=True) if name in names]
+    try:
+        return float(values[-1]) if values else default
+    except ValueError:
+        raise ValueError(f"engine.extra_args: {names[0]} = {values[-1]!r} is not a number") from None
 
 
 def write_json(plan: Plan, path: Path) -> None:
