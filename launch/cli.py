@@ -1,7 +1,5 @@
-"""The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal.
-
-Of `sao plan`, which judges what a person wrote: 0 it fits, 1 it does not, or there is no plan of it.
-"""
+"""The command `sao`. Exit status: 0 done; 2 something a person must change; 130, 143 by a signal; 1 the run failed, a
+benchmark missed a bar, or what was planned does not fit."""
 
 import argparse
 import logging
@@ -99,7 +97,7 @@ def _plan(options: argparse.Namespace) -> int:
     try:
         fits = plan_and_show(options.config, options.overrides, model=options.model, json_path=options.json)
     except ValueError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), 2)
     return 0 if fits else 1
 
 

@@ -147,11 +147,11 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
         (("actor.layout.contxt=2",), "unknown key 'actor.layout.contxt'"),
     ],
 )
-def test_bad_input_is_status_1_and_says_what_would_do(
+def test_bad_input_is_status_2_and_says_what_would_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     status, found = plan(MATH, tmp_path / "plan.json", *overrides)
-    assert (status, found) == (1, {})
+    assert (status, found) == (2, {})
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -198,7 +198,7 @@ def test_an_engine_cuts_experts_over_the_ranks_that_hold_the_same_ones(
 ) -> None:
     copy = json.loads((CONFIGS / "models/Qwen/Qwen3-30B-A3B-Thinking-2507/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**copy, "moe_intermediate_size": 772}))
-    assert plan(MATH, tmp_path / "plan.json", f"model.path={tmp_path}", "engine.tensor=8") == (1, {})
+    assert plan(MATH, tmp_path / "plan.json", f"model.path={tmp_path}", "engine.tensor=8") == (2, {})
     assert (
         "engine: tensor = 8 cuts each expert in 8, which does not divide its feed-forward size, 772: 1, 2, 4 would"
         in (capsys.readouterr().err)
