@@ -78,7 +78,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for each in (train, plan):
         each.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
         each.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
-    plan.add_argument("--model", type=Path, metavar="DIR", help="directory with the config.json, if not model.path")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
     bench = commands.add_parser("bench", help="measure this machine; exit status 1 when a bar is missed")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
@@ -95,7 +94,7 @@ def _plan(options: argparse.Namespace) -> int:
     with warnings.catch_warnings(action="ignore"):
         from launch.plan_table import plan_and_show
     try:
-        fits = plan_and_show(options.config, options.overrides, model=options.model, json_path=options.json)
+        fits = plan_and_show(options.config, options.overrides, options.json)
     except ValueError as error:
         return _fail(str(error), 2)
     return 0 if fits else 1

@@ -85,14 +85,14 @@ class Plan:
         return all(role.fits for role in self.roles)
 
 
-def load_plan(path: Path, overrides: Sequence[str], model: Path | None) -> Plan:
+def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
     """The plan of a configuration file.
 
     Raises:
         ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
     """
     config = load(path, overrides)
-    directory = model or model_directory(config, path.parent)
+    directory = model_directory(config, path.parent)
     hf = read_hf_config(directory)
     check_sequence_length(config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})}))
     return make_plan(config, hf)
@@ -106,7 +106,7 @@ def model_directory(config: Config, beside: Path) -> Path:
             return place
     raise ValueError(
         f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(map(str, places))}: "
-        "give its directory with --model"
+        "set model.path to its directory"
     )
 
 

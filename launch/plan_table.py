@@ -14,9 +14,9 @@ MIN_WIDTH = 140  # in a file, where rich would take 80
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "weights", "kv_cache", "publish")
 
 
-def plan_and_show(config: Path, overrides: Sequence[str], *, model: Path | None, json_path: Path | None) -> bool:
+def plan_and_show(config: Path, overrides: Sequence[str], json_path: Path | None) -> bool:
     """Whether all roles fit. Raises ValueError as `load_plan`."""
-    plan = load_plan(config, overrides, model)
+    plan = load_plan(config, overrides)
     show(plan)
     if json_path is not None:
         write_json(plan, json_path)

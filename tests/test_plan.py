@@ -139,11 +139,10 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
         (("cluster.gpu=T4",), "'A100-80GB', 'H100-80GB', 'H200-141GB' or 'B200-180GB'"),
         (
             ("model.path=no/such-model",),
-            "there is no config.json in no/such-model or in .*: give its directory with --model",
+            "there is no config.json in no/such-model or in .*: set model.path to its directory",
         ),
         (("critic.freeze=['*.attention.*']",), "freeze patterns that match no tensor"),
-        (("--model", "no/such"), "no/such is no model directory"),
-        (("--model", str(CONFIGS / "models/zai-org/GLM-5.2")), "exceeds index_topk = 2048 of .*GLM-5.2"),
+        ((f"model.path={CONFIGS}/models/zai-org/GLM-5.2",), "exceeds index_topk = 2048 of .*GLM-5.2"),
         (("actor.layout.contxt=2",), "unknown key 'actor.layout.contxt'"),
     ],
 )
@@ -188,9 +187,8 @@ def test_what_does_not_fit_is_status_1_and_says_what_would_help(
 def test_a_model_directory_comes_before_the_copies_of_config_files(tmp_path: Path) -> None:
     copy = json.loads((CONFIGS / "models/Qwen/Qwen3-30B-A3B-Thinking-2507/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**copy, "num_hidden_layers": 24}))
-    for arguments in ((f"model.path={tmp_path}",), ("--model", str(tmp_path))):
-        _, found = plan(MATH, tmp_path / "plan.json", *arguments)
-        assert found["roles"]["actor"]["stages"][0]["layers"] == [[0, 24]]
+    _, found = plan(MATH, tmp_path / "plan.json", f"model.path={tmp_path}")
+    assert found["roles"]["actor"]["stages"][0]["layers"] == [[0, 24]]
 
 
 def test_an_engine_cuts_experts_over_the_ranks_that_hold_the_same_ones(
