@@ -12,7 +12,7 @@ from typing import Literal
 
 from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
 from megatron_sao.controller.report import write_atomically
-from megatron_sao.controller.run import check_sequence_length
+from megatron_sao.controller.run import check_sequence_length, max_exact_tokens
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -92,9 +92,8 @@ def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
         ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
     """
     config = load(path, overrides)
-    directory = model_directory(config, path.parent)
-    hf = read_hf_config(directory)
-    check_sequence_length(config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})}))
+    hf = read_hf_config(model_directory(config, path.parent))
+    check_sequence_length(config, max_exact_tokens(hf.raw))
     return make_plan(config, hf)
 
 
