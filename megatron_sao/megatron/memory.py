@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
 from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, activations
-from megatron_sao.megatron.freeze import check_whole, matching_names
+from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, check_whole, matching_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.rows import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding, bind, carried
 from megatron_sao.megatron.stages import stage_layers
+from megatron_sao.types import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_GRADIENT_BYTES = 4
-_MOMENT_BYTES = 8
 _TENSOR_ALIGNMENT = 64  # numbers; so are the next
 _BUCKET_ALIGNMENT = 128
 
@@ -194,8 +192,8 @@ def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, froz
         shards = ranks if distributed else 1
         numel = _padded(numels, shards) if distributed else sum(numels)
         parameter_bytes += numel * size
-        gradient_bytes += numel * _GRADIENT_BYTES
-        optimizer_bytes += numel // shards * (_MOMENT_BYTES + (4 if size < 4 else 0))
+        gradient_bytes += numel * GRADIENT_BYTES
+        optimizer_bytes += numel // shards * adam_bytes(size)
     return {
         "num_parameters": num_parameters,
         "num_frozen": num_frozen,
