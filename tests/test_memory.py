@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 
+from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Pass, activations
 from megatron_sao.megatron.mapping.architectures import read_hf_config
+from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import StageMemory, frozen_names, role_memory
+from megatron_sao.types import ITEM_BYTES
 from tests.memory_ranks import Case, Held, measure, write_models
 from tests.ranks import run_ranks
 
@@ -45,16 +48,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     return root, [held for held, _ in answers], answers[0][1]
 
 
-def predicted(root: Path, case: Case) -> tuple[StageMemory, ...]:
+def hf_config(root: Path, case: Case) -> HFConfig:
     role: Any = "critic" if case.role == "critic" else "policy"
-    hf = dataclasses.replace(read_hf_config(root / case.model), role=role)
+    return dataclasses.replace(read_hf_config(root / case.model), role=role)
+
+
+def predicted(root: Path, case: Case) -> tuple[StageMemory, ...]:
+    hf = hf_config(root, case)
     return role_memory(
         hf,
         case.config,
         dtype=case.dtype,
         frozen=frozen_names(hf, case.freeze),
         transformer_engine=False,
-        expert_imbalance=1.0,
     )
 
 
@@ -72,9 +78,21 @@ def test_predicted_states_are_what_every_rank_holds(measured: Any, name: str) ->
 def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -> None:
     """Of the fullest rank in each stage: routers of random weights do not balance the others."""
     root, ranks, _ = measured
-    for pipeline_rank, stage in enumerate(predicted(root, CASES[name])):
+    case = CASES[name]
+    way = Pass(
+        layout=case.config.layout,
+        item_bytes=ITEM_BYTES[case.dtype],
+        max_tokens=case.num_tokens,
+        recompute=case.config.recompute,
+        transformer_engine=False,
+        expert_imbalance=1.0,
+    )
+    for pipeline_rank, stage in enumerate(predicted(root, case)):
         peak = max(rank[name].activations for rank in ranks if rank[name].pipeline_rank == pipeline_rank)
-        assert stage.parts["activations"] == pytest.approx(peak, rel=0.25)
+        found = activations(hf_config(root, case), way, stage.layers, pipeline_rank)
+        assert found.peak_bytes == pytest.approx(peak, rel=0.25)
+        way_as_planned = dataclasses.replace(way, expert_imbalance=EXPERT_IMBALANCE)
+        assert stage.activations == activations(hf_config(root, case), way_as_planned, stage.layers, pipeline_rank)
 
 
 @pytest.mark.parametrize("name", CASES)

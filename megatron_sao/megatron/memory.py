@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
-from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, activations
+from megatron_sao.megatron.activations import Activations, Pass, activations
 from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, check_whole, matching_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -58,7 +58,6 @@ def role_memory(
     dtype: str,
     frozen: Collection[str] = (),
     transformer_engine: bool = True,
-    expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> tuple[StageMemory, ...]:
     """By pipeline rank. `hf.role` says which model it is, `frozen` the HF names that are not trained.
 
@@ -73,7 +72,6 @@ def role_memory(
         max_tokens=config.max_tokens_per_micro_batch,
         recompute=config.recompute,
         transformer_engine=transformer_engine,
-        expert_imbalance=expert_imbalance,
     )
     bindings = _by_pipeline_rank(hf, layout)
     return tuple(
