@@ -20,7 +20,7 @@ from megatron_sao.megatron.memory import (
     StageMemory,
     advice,
     frozen_names,
-    largest_tensor_bytes,
+    publish_bytes,
     role_memory,
     serving_memory,
 )
@@ -140,7 +140,8 @@ def _trained(
     stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, freeze))
     fullest = max(stages, key=lambda stage: stage.total_bytes)
     unfrozen = role_memory(hf, role, dtype=dtype)[stages.index(fullest)]
-    parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
+    buckets = publish_bytes(hf, dtype=dtype, bucket_bytes=config.publish.bucket_bytes)
+    parts = fullest.parts | ({"publish": buckets} if name == "actor" else {})
     usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
     excess = sum(parts.values()) - usable
     return RolePlan(
@@ -161,11 +162,6 @@ def _check(what: str, hf: HFConfig, **sizes: int) -> None:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _publish_bytes(config: Config, hf: HFConfig) -> int:
-    """Two buckets: one is filled while the other is sent. A tensor that is larger than a bucket is one of its own."""
-    return 2 * max(config.publish.bucket_bytes, largest_tensor_bytes(hf, config.model.dtype))
-
-
 def _engine(config: Config, hf: HFConfig) -> RolePlan:
     engine, rollout = config.engine, config.rollout
     _check("engine", hf, tensor=engine.tensor)
@@ -176,10 +172,11 @@ def _engine(config: Config, hf: HFConfig) -> RolePlan:
     room = max(0, static - memory.weight_bytes) // memory.kv_bytes_per_token
     tokens = min(room, engine.max_total_tokens or room)
     wanted = engine.max_total_tokens or rollout.max_episode_tokens
+    buckets = publish_bytes(hf, dtype=config.model.dtype, bucket_bytes=config.publish.bucket_bytes)
     parts = {
         "weights": memory.weight_bytes,
         "kv_cache": tokens * memory.kv_bytes_per_token,
-        "publish": _publish_bytes(config, hf) // 2,  # one bucket is received at a time
+        "publish": buckets // 2,  # one bucket is received at a time
     }
     shortage = (
         f"weights leave room for {room} tokens of KV cache, {wanted} are wanted: more engine.tensor ranks"

@@ -33,15 +33,19 @@ CASES = {
         model="moe", layout={"num_ranks": 4, "pipeline": 2, "expert": 2}, recompute="full", num_tokens=128
     ),
     "virtual stages": Case(
-        model="tied", layout={"num_ranks": 4, "pipeline": 2, "virtual_stages": 2, "tensor": 2}, dtype="bfloat16"
+        model="tied",
+        layout={"num_ranks": 4, "pipeline": 2, "virtual_stages": 2, "tensor": 2},
+        dtype="bfloat16",
+        overlap=True,
     ),
     "experts cut": Case(model="moe", layout={"num_ranks": 4, "tensor": 2, "expert_tensor": 2}, recompute="full"),
     "latent attention": Case(model="latent", layout={"num_ranks": 4, "tensor": 2, "expert": 2}),
+    "approximate": Case(model="latent", layout={"num_ranks": 4, "expert": 4}, dtype="bfloat16", approximate=True),
 }
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Held]], str]:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Held]], list[str]]:
     root = tmp_path_factory.mktemp("models")
     write_models(root)
     answers = run_ranks(4, measure, root, CASES, timeout_s=240)
@@ -103,9 +107,17 @@ def test_a_rehearsal_leaves_everything_as_it_was(measured: Any, name: str) -> No
         assert before == after
 
 
+def test_a_row_has_the_longest_sequences_that_the_model_takes(measured: Any) -> None:
+    """Of 64 tokens: 48 with sparse attention computed densely, all where an approximation is wanted."""
+    _, ranks, _ = measured
+    assert [ranks[0][name].num_sequences for name in ("latent attention", "approximate")] == [2, 1]
+
+
 def test_a_rehearsal_without_enough_memory_says_what_would_help(measured: Any) -> None:
-    _, _, message = measured
+    _, _, (message, of_buckets) = measured
     assert "policy, rank 0: the longest micro-batch, 12000000 tokens, does not fit in memory" in message
     assert "tried to allocate 144000000000000 bytes" in message
-    assert "the largest part is activations" in message
+    assert ", publish 1.0 GiB; the largest part is activations" in message
     assert 'set recompute = "full"; lower max_tokens_per_micro_batch' in message
+    assert f"tried to allocate {2**60} bytes" in of_buckets
+    assert "the largest part is publish, 1073741824.0 GiB: lower publish.bucket_bytes" in of_buckets

@@ -91,6 +91,7 @@ def advice(parts: Mapping[str, int], config: RoleConfig) -> str:
     remedies = {
         "activations": [fewer_tokens, "more layout.tensor, layout.context or layout.pipeline ranks"],
         "optimizer": ["more data-parallel ranks (layout.num_ranks), which share it", "more layout.pipeline ranks"],
+        "publish": ["lower publish.bucket_bytes"],
     }.get(largest, ["more layout.expert, layout.tensor or layout.pipeline ranks"])
     if largest == "activations" and config.recompute != "full":
         remedies.insert(0, 'set recompute = "full"')
@@ -138,10 +139,10 @@ def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
     )
 
 
-def largest_tensor_bytes(hf: HFConfig, dtype: str) -> int:
-    """Of those that a publish sends whole."""
+def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
+    """An actor's two buckets: one is filled while the other is sent. A larger tensor is a bucket of its own."""
     shapes = (shape for b in bind(ARCHITECTURES[hf.architecture], hf, 1) for shape in b.hf_shapes)
-    return max(map(math.prod, shapes)) * ITEM_BYTES[dtype]
+    return 2 * max(bucket_bytes, max(map(math.prod, shapes)) * ITEM_BYTES[dtype])
 
 
 def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]:
