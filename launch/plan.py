@@ -13,6 +13,7 @@ from typing import Literal
 from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
 from megatron_sao.controller.report import write_atomically
 from megatron_sao.controller.run import check_sequence_length, max_exact_tokens
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -75,6 +76,13 @@ class Plan:
     @property
     def num_gpus(self) -> int:
         return sum(role.num_gpus for role in self.roles)
+
+    @property
+    def recorded_bytes(self) -> int:
+        """Of the experts that a router replay records, for the longest episode."""
+        if not self.config.actor.router_replay:
+            return 0
+        return self.config.rollout.max_episode_tokens * RouterShape.of(self.hf.raw).bytes_per_token
 
     @property
     def num_nodes(self) -> int:
@@ -222,6 +230,8 @@ def write_json(plan: Plan, path: Path) -> None:
         "gpus": plan.num_gpus,
         "nodes": plan.num_nodes,
         "fits": plan.fits,
+        "recorded_experts_bytes_per_episode": plan.recorded_bytes,
+        "recorded_experts_bytes": plan.recorded_bytes * plan.config.rollout.num_slots,
         "roles": {role.name: _role_json(role) for role in plan.roles},
     }
     write_atomically(path, json.dumps(data, indent=2) + "\n")

@@ -103,6 +103,7 @@ def test_the_table_says_who_holds_what_and_what_is_assumed(capsys: pytest.Captur
         "expert rank e holds experts 8e to 8e+7 of 256",
         "the busiest expert rank sees 1.5 x the average",
         "of its parameters are frozen",
+        "records up to 164 MB of experts for an episode, 58.5 GiB for 384 slots",
     ):
         assert text in shown
 
