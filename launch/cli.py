@@ -1,7 +1,5 @@
-"""The command `sao`. Exit status: 0 done; 2 something a person must change; 1 the run failed; 130, 143 by a signal.
-
-Of `sao plan`, which judges what a person wrote: 0 it fits, 1 it does not, or there is no plan of it.
-"""
+"""The command `sao`. Exit status: 0 done; 2 something a person must change; 130, 143 by a signal; 1 the run failed, a
+benchmark missed a bar, or what was planned does not fit."""
 
 import argparse
 import logging
@@ -80,7 +78,6 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     for each in (train, plan):
         each.add_argument("config", type=Path, metavar="CONFIG", help="TOML file, see configs/")
         each.add_argument("overrides", nargs="*", metavar="key.path=value", help="replaces what the file says")
-    plan.add_argument("--model", type=Path, metavar="DIR", help="directory with the config.json, if not model.path")
     plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
     bench = commands.add_parser("bench", help="measure this machine; exit status 1 when a bar is missed")
     benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
@@ -97,9 +94,9 @@ def _plan(options: argparse.Namespace) -> int:
     with warnings.catch_warnings(action="ignore"):
         from launch.plan_table import plan_and_show
     try:
-        fits = plan_and_show(options.config, options.overrides, model=options.model, json_path=options.json)
+        fits = plan_and_show(options.config, options.overrides, options.json)
     except ValueError as error:
-        return _fail(str(error), 1)
+        return _fail(str(error), 2)
     return 0 if fits else 1
 
 

@@ -11,7 +11,6 @@ death of a process, or by a cancellation (Ctrl-C, SIGTERM). Whatever happens, ev
 
 import asyncio
 import contextlib
-import json
 import logging
 import secrets
 import tempfile
@@ -28,7 +27,15 @@ from launch.watch import Watch
 from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
 from megatron_sao.controller.report import Summary
-from megatron_sao.controller.run import Work, check_sequence_length, load_work, train, vocab_size
+from megatron_sao.controller.run import (
+    Work,
+    check_sequence_length,
+    hf_fields,
+    load_work,
+    max_exact_tokens,
+    train,
+    vocab_size,
+)
 from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
@@ -113,7 +120,7 @@ def _router(config: Config) -> RouterShape | None:
     """What the engine records for a replay. Raises ValueError: a model without experts."""
     if not config.actor.router_replay:
         return None
-    return RouterShape.of(json.loads((Path(config.model.path) / "config.json").read_text(encoding="utf-8")))
+    return RouterShape.of(hf_fields(Path(config.model.path)))
 
 
 def check(config: Config) -> Placement:
@@ -121,6 +128,6 @@ def check(config: Config) -> Placement:
     path = config.model.path
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.path = {path!r} is not a model directory: it has no config.json")
-    check_sequence_length(config)
+    check_sequence_length(config, max_exact_tokens(hf_fields(Path(path))))
     _router(config)
     return place(config, visible_devices())

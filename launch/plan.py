@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_sao.config import Config, LayoutConfig, RoleConfig, load
+from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
 from megatron_sao.controller.report import write_atomically
-from megatron_sao.controller.run import check_sequence_length
+from megatron_sao.controller.run import check_sequence_length, max_exact_tokens
+from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -20,12 +21,11 @@ from megatron_sao.megatron.memory import (
     StageMemory,
     advice,
     frozen_names,
-    largest_tensor_bytes,
+    publish_bytes,
     role_memory,
     serving_memory,
 )
-from megatron_sao.megatron.parallel import Parallel
-from megatron_sao.megatron.transformer_config import check_layout
+from megatron_sao.megatron.sizes import check_sizes
 from megatron_sao.roles.critic import freeze_patterns
 
 GIB = 1024**3
@@ -78,6 +78,13 @@ class Plan:
         return sum(role.num_gpus for role in self.roles)
 
     @property
+    def recorded_bytes(self) -> int:
+        """Of the experts that a router replay records, for the longest episode."""
+        if not self.config.actor.router_replay:
+            return 0
+        return self.config.rollout.max_episode_tokens * RouterShape.of(self.hf.raw).bytes_per_token
+
+    @property
     def num_nodes(self) -> int:
         return -(-self.num_gpus // self.config.cluster.gpus_per_node)
 
@@ -86,16 +93,15 @@ class Plan:
         return all(role.fits for role in self.roles)
 
 
-def load_plan(path: Path, overrides: Sequence[str], model: Path | None) -> Plan:
+def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
     """The plan of a configuration file.
 
     Raises:
         ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
     """
     config = load(path, overrides)
-    directory = model or model_directory(config, path.parent)
-    hf = read_hf_config(directory)
-    check_sequence_length(config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})}))
+    hf = read_hf_config(model_directory(config, path.parent))
+    check_sequence_length(config, max_exact_tokens(hf.raw))
     return make_plan(config, hf)
 
 
@@ -107,7 +113,7 @@ def model_directory(config: Config, beside: Path) -> Path:
             return place
     raise ValueError(
         f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(map(str, places))}: "
-        "give its directory with --model"
+        "set model.path to its directory"
     )
 
 
@@ -129,17 +135,26 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
 def _trained(
     name: Literal["actor", "critic"], config: Config, role: RoleConfig, hf: HFConfig, freeze: tuple[str, ...]
 ) -> RolePlan:
-    _check(f"{name}.layout", hf, _place(role.layout))
+    layout = role.layout
+    _check(
+        f"{name}.layout",
+        hf,
+        tensor=layout.tensor,
+        expert=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        num_stages=layout.pipeline * layout.virtual_stages,
+    )
     dtype = config.model.dtype
     stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, freeze))
     fullest = max(stages, key=lambda stage: stage.total_bytes)
     unfrozen = role_memory(hf, role, dtype=dtype)[stages.index(fullest)]
-    parts = fullest.parts | ({"publish": _publish_bytes(config, hf)} if name == "actor" else {})
+    buckets = publish_bytes(hf, dtype=dtype, bucket_bytes=config.publish.bucket_bytes)
+    parts = fullest.parts | ({"publish": buckets} if name == "actor" else {})
     usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
     excess = sum(parts.values()) - usable
     return RolePlan(
         name=name,
-        num_gpus=role.layout.num_ranks,
+        num_gpus=layout.num_ranks,
         parts=parts,
         usable_bytes=usable,
         stages=stages,
@@ -148,46 +163,28 @@ def _trained(
     )
 
 
-def _place(layout: LayoutConfig) -> Parallel:
-    """The sizes that a layout gives to Megatron, without any group."""
-    return Parallel(
-        world_size=layout.num_ranks,
-        tensor_size=layout.tensor,
-        context_size=layout.context,
-        data_size=layout.data,
-        expert_size=layout.expert,
-        expert_tensor_size=layout.expert_tensor,
-        expert_data_size=layout.expert_data,
-        pipeline_size=layout.pipeline,
-        virtual_stages=layout.virtual_stages,
-    )
-
-
-def _check(what: str, hf: HFConfig, place: Parallel) -> None:
+def _check(what: str, hf: HFConfig, **sizes: int) -> None:
     try:
-        check_layout(hf, place)
+        check_sizes(hf, **sizes)
     except ValueError as error:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _publish_bytes(config: Config, hf: HFConfig) -> int:
-    """Two buckets: one is filled while the other is sent. A tensor that is larger than a bucket is one of its own."""
-    return 2 * max(config.publish.bucket_bytes, largest_tensor_bytes(hf, config.model.dtype))
-
-
 def _engine(config: Config, hf: HFConfig) -> RolePlan:
     engine, rollout = config.engine, config.rollout
-    _check("engine", hf, Parallel(tensor_size=engine.tensor))
+    _check("engine", hf, tensor=engine.tensor)
+    _check_expert_cuts(hf, engine)
     memory = serving_memory(hf, dtype=config.model.dtype, tensor=engine.tensor)
     gpu_bytes = GPU_BYTES[config.cluster.gpu]
-    static = int(gpu_bytes * _static_fraction(config))
+    static = int(gpu_bytes * _argument(engine, "--mem-fraction-static", default=STATIC_FRACTION))
     room = max(0, static - memory.weight_bytes) // memory.kv_bytes_per_token
     tokens = min(room, engine.max_total_tokens or room)
     wanted = engine.max_total_tokens or rollout.max_episode_tokens
+    buckets = publish_bytes(hf, dtype=config.model.dtype, bucket_bytes=config.publish.bucket_bytes)
     parts = {
         "weights": memory.weight_bytes,
         "kv_cache": tokens * memory.kv_bytes_per_token,
-        "publish": _publish_bytes(config, hf) // 2,  # one bucket is received at a time
+        "publish": buckets // 2,  # one bucket is received at a time
     }
     shortage = (
         f"weights leave room for {room} tokens of KV cache, {wanted} are wanted: more engine.tensor ranks"
@@ -201,9 +198,24 @@ def _engine(config: Config, hf: HFConfig) -> RolePlan:
     )
 
 
-def _static_fraction(config: Config) -> float:
-    arguments = dict(zip(config.engine.extra_args, config.engine.extra_args[1:], strict=False))
-    return float(arguments.get("--mem-fraction-static", STATIC_FRACTION))
+def _check_expert_cuts(hf: HFConfig, engine: EngineConfig) -> None:
+    """SGLang cuts an expert over the ranks that do not hold different ones."""
+    cuts = max(1, engine.tensor // int(_argument(engine, "--ep-size", "--ep", "--expert-parallel-size", default=1)))
+    if hf.expert_ffn_size % cuts:
+        raise ValueError(
+            f"engine: tensor = {engine.tensor} cuts each expert in {cuts}, which does not divide its feed-forward "
+            f"size, {hf.expert_ffn_size}: {divisors(hf.expert_ffn_size)} would"
+        )
+
+
+def _argument(engine: EngineConfig, *names: str, default: float) -> float:
+    """Of the engine's command line, as `--name value` or `--name=value`; the last one counts."""
+    words = [part for word in engine.extra_args for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = [value for name, value in zip(words, [*words[1:], ""], strict=True) if name in names]
+    try:
+        return float(values[-1]) if values else default
+    except ValueError:
+        raise ValueError(f"engine.extra_args: {names[0]} = {values[-1]!r} is not a number") from None
 
 
 def write_json(plan: Plan, path: Path) -> None:
@@ -218,6 +230,8 @@ def write_json(plan: Plan, path: Path) -> None:
         "gpus": plan.num_gpus,
         "nodes": plan.num_nodes,
         "fits": plan.fits,
+        "recorded_experts_bytes_per_episode": plan.recorded_bytes,
+        "recorded_experts_bytes": plan.recorded_bytes * plan.config.rollout.num_slots,
         "roles": {role.name: _role_json(role) for role in plan.roles},
     }
     write_atomically(path, json.dumps(data, indent=2) + "\n")

@@ -14,9 +14,9 @@ MIN_WIDTH = 140  # in a file, where rich would take 80
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "weights", "kv_cache", "publish")
 
 
-def plan_and_show(config: Path, overrides: Sequence[str], *, model: Path | None, json_path: Path | None) -> bool:
+def plan_and_show(config: Path, overrides: Sequence[str], json_path: Path | None) -> bool:
     """Whether all roles fit. Raises ValueError as `load_plan`."""
-    plan = load_plan(config, overrides, model)
+    plan = load_plan(config, overrides)
     show(plan)
     if json_path is not None:
         write_json(plan, json_path)
@@ -90,6 +90,13 @@ def _assumptions(plan: Plan) -> list[str]:
         f"engine: {engine.kv_tokens:,} tokens of KV cache, {engine.kv_tokens / config.rollout.max_episode_tokens:.1f} "
         "episodes of the greatest length at once"
     )
+    if config.actor.router_replay:
+        slots = config.rollout.num_slots
+        lines.append(
+            f"router replay: the controller's host records up to {plan.recorded_bytes / 1e6:.0f} MB of experts for an "
+            f"episode, {_gib(plan.recorded_bytes * slots)} GiB for {slots} slots: in memory while an episode runs, "
+            "then in files below run.directory"
+        )
     if hf.num_experts:
         lines.append(f"assumed: the busiest expert rank sees {EXPERT_IMBALANCE} x the average number of tokens")
     lines.append(

@@ -99,6 +99,7 @@ def rank_specs(config: Config, *, port: int, key: bytes, private: Path) -> list[
             config=config.actor,
             eps_low=algorithm.eps_low,
             eps_high=algorithm.eps_high,
+            bucket_bytes=config.publish.bucket_bytes,
             expert_directory=experts if config.actor.router_replay else None,
         )
         for rank in range(config.actor.layout.num_ranks)

@@ -19,6 +19,7 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:name`."""
+Recompute = Literal["none", "selective", "full"]
 
 
 class Part(BaseModel):
@@ -43,7 +44,8 @@ class ModelConfig(Part):
 class LayoutConfig(Part):
     """Ranks of one Megatron group, tensor ranks next to each other, pipeline stages outermost.
 
-    Of the ranks of one pipeline stage, tensor * context divide the dense layers, expert_tensor * expert the experts.
+    In one pipeline stage, `tensor` divides the dense layers, which have data * context copies; expert_tensor * expert
+    divides the experts, which have expert_data copies. `context` divides the tokens of a row.
     """
 
     num_ranks: PositiveInt = 1  # processes, one device each
@@ -63,7 +65,7 @@ class LayoutConfig(Part):
                 written = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
                 raise ValueError(
                     f"{written} = {product} does not divide num_ranks = {self.num_ranks}: num_ranks must be a multiple "
-                    f"of {product}, or the product one of {_divisors(self.num_ranks)}"
+                    f"of {product}, or the product one of {divisors(self.num_ranks, up_to=self.num_ranks)}"
                 )
         return self
 
@@ -82,8 +84,9 @@ class LayoutConfig(Part):
         return self.num_ranks // (self.expert_tensor * self.expert * self.pipeline)
 
 
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def divisors(number: int, *, up_to: int = 64) -> str:
+    """As errors name them."""
+    return ", ".join(str(n) for n in range(1, min(number, up_to) + 1) if number % n == 0)
 
 
 class OptimizerConfig(Part):
@@ -106,7 +109,7 @@ class RoleConfig(Part):
     optimizer: OptimizerConfig
     freeze: tuple[str, ...] = Field(default=(), strict=False)  # globs over HF names; one without a match is an error
     max_tokens_per_micro_batch: PositiveInt = 8192  # the packing budget; the longest trajectory must fit
-    recompute: Literal["none", "selective", "full"] = "none"  # in the backward: core attention's, or whole layers'
+    recompute: Recompute = "none"  # in the backward: core attention's, or whole layers'
     num_threads: PositiveInt = 1  # per rank, on a CPU
     command_timeout_s: PositiveFloat = 1800.0  # the longest single command (an update, the values, a load)
     hidden_dropout: float = 0.0  # nothing else is accepted

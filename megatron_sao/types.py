@@ -21,6 +21,19 @@ WeightVersion = int
 NOT_RECORDED = -1
 """On a training rank, in the place of an expert's id: the router chooses by itself."""
 
+ITEM_BYTES = {  # by the name of a dtype
+    "float64": 8,
+    "int64": 8,
+    "float32": 4,
+    "int32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int8": 1,
+    "uint8": 1,
+}
+
 HEX_ID = re.compile(r"[0-9a-f]{32}")
 
 

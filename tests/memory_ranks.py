@@ -78,11 +78,13 @@ class Case:
     distributed: bool = True
     recompute: str = "none"
     num_tokens: int = 64
+    overlap: bool = False  # of the optimizer
+    approximate: bool = False  # of sparse attention
 
     @property
     def config(self) -> RoleConfig:
         kind: type[RoleConfig] = ActorConfig if self.role == "actor" else CriticConfig
-        optimizer = {"learning_rate": 1e-3, "clip_norm": 1.0, "distributed": self.distributed}
+        optimizer = {"learning_rate": 1e-3, "clip_norm": 1.0, "distributed": self.distributed, "overlap": self.overlap}
         sizes = {"recompute": self.recompute, "max_tokens_per_micro_batch": self.num_tokens}
         return kind.model_validate({"layout": self.layout, "optimizer": optimizer, **sizes})
 
@@ -96,17 +98,18 @@ class Held:
     optimizer: int
     activations: int
     pipeline_rank: int
+    num_sequences: int  # of the rows
     rehearsed: tuple[str, str]  # digests before and after a rehearsal
 
 
-def measure(rank: int, root: Path, cases: dict[str, Case]) -> tuple[dict[str, Held], str]:
-    """Each case in turn, in one world; then what rank 0 says of a row that no memory holds."""
+def measure(rank: int, root: Path, cases: dict[str, Case]) -> tuple[dict[str, Held], list[str]]:
+    """Each case in turn, in one world; then what rank 0 says of a row, and of buckets, that no memory holds."""
     answers = {}
     for name, case in cases.items():
         trainer = _trainer(rank, root / case.model, case)
         answers[name] = _measure(trainer, case)
         parallel_state.destroy_model_parallel()
-    return answers, _too_long(rank, root)
+    return answers, _too_large(rank, root)
 
 
 def _trainer(rank: int, directory: Path, case: Case) -> Trainer:
@@ -114,7 +117,14 @@ def _trainer(rank: int, directory: Path, case: Case) -> Trainer:
     place = initialize(config.layout, rank=rank, init_method=None, timeout_s=60, platform=machine)
     torch.manual_seed(0)
     build: Any = build_policy if case.role == "actor" else build_critic
-    model = build(directory, place, machine, dtype=getattr(torch, case.dtype), recompute=case.recompute)
+    model = build(
+        directory,
+        place,
+        machine,
+        dtype=getattr(torch, case.dtype),
+        recompute=case.recompute,
+        approximate_sparse_attention=case.approximate,
+    )
     freeze(model, place, case.freeze)
     return Trainer.of(model, place, machine, config.optimizer)
 
@@ -123,7 +133,7 @@ def _measure(trainer: Trainer, case: Case) -> Held:
     before = _digest(trainer)
     rehearse(trainer, case.config)
     after = _digest(trainer)
-    shard = longest_rows(trainer.model.hf_config, trainer.parallel, case.num_tokens)
+    shard = longest_rows(trainer, case.num_tokens)
     _update(trainer, shard, case.role)  # Adam makes its state at the first step
     with LiveBytes() as live:
         _update(trainer, shard, case.role)
@@ -134,6 +144,7 @@ def _measure(trainer: Trainer, case: Case) -> Held:
         optimizer=_optimizer_bytes(trainer),
         activations=live.peak + _storage_bytes(parallel_state.get_global_memory_buffer().buffer.values()),
         pipeline_rank=trainer.parallel.pipeline_rank,
+        num_sequences=len(shard.offsets) - 1,
         rehearsed=(before, after),
     )
 
@@ -177,14 +188,14 @@ def _optimizer_bytes(trainer: Trainer) -> int:
     return _storage_bytes(t for t in tensors if t.untyped_storage()._cdata not in own)
 
 
-def _too_long(rank: int, root: Path) -> str:
+def _too_large(rank: int, root: Path) -> list[str]:
     """A mask of more bytes than there are addresses. Other ranks do not take part: no collective comes before it."""
     case = Case(model="moe", layout={"num_ranks": 4, "expert": 4})
     trainer = _trainer(rank, root / case.model, case)
-    if rank:
-        return ""
-    try:
-        rehearse(trainer, dataclasses.replace(case, num_tokens=12_000_000).config)
-    except RuntimeError as error:
-        return str(error)
-    return "fits"
+    messages: list[str] = []
+    for num_tokens, publish_bytes in ((12_000_000, 2**30), (64, 2**60)) if rank == 0 else ():
+        try:
+            rehearse(trainer, dataclasses.replace(case, num_tokens=num_tokens).config, publish_bytes=publish_bytes)
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages

@@ -248,7 +248,7 @@ def test_old_and_new_spellings_of_a_config_are_the_same_model(models: Path, tmp_
     ("model", "sizes", "words"),
     [
         ("policy", {"tensor_size": 3}, "tensor = 3 does not divide the attention heads, 4: 1, 2, 4 would"),
-        ("policy", {"expert_size": 3}, "expert = 3 does not divide the 8 experts: 1, 2, 4, 8 would"),
+        ("policy", {"expert_size": 3}, "expert = 3 does not divide the experts, 8: 1, 2, 4, 8 would"),
         (
             "policy",
             {"expert_tensor_size": 3},

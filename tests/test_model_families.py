@@ -14,7 +14,9 @@ from megatron_sao.megatron.mapping.hf_config import HFConfig, parse
 from megatron_sao.megatron.mapping.rope import Rope, Yarn
 from megatron_sao.megatron.mapping.table import bind, carried
 
-CONFIGS = Path(__file__).parent / "model_configs"
+ROOT = Path(__file__).parent.parent
+FILES = {path.stem: path for path in (ROOT / "tests" / "model_configs").glob("*.json")}
+FILES |= {path.parent.name: path for path in (ROOT / "configs" / "models").glob("*/*/config.json")}
 COUNTS = {  # total without multi-token prediction, its layer, active in 10^9: of the published weights
     "Qwen3-30B-A3B": (30_532_122_624, 0, 3.35),
     "Qwen3-30B-A3B-Thinking-2507": (30_532_122_624, 0, 3.35),
@@ -30,7 +32,7 @@ COUNTS = {  # total without multi-token prediction, its layer, active in 10^9: o
 
 
 def read(model: str, **changes: Any) -> HFConfig:
-    raw = {**json.loads((CONFIGS / f"{model}.json").read_text()), **changes}
+    raw = {**json.loads(FILES[model].read_text()), **changes}
     raw = {name: value for name, value in raw.items() if value is not ...}
     return parse(raw, source=Path(model), fields=ARCHITECTURES[raw["architectures"][0]].fields)
 

@@ -103,6 +103,7 @@ def test_the_table_says_who_holds_what_and_what_is_assumed(capsys: pytest.Captur
         "expert rank e holds experts 8e to 8e+7 of 256",
         "the busiest expert rank sees 1.5 x the average",
         "of its parameters are frozen",
+        "records up to 164 MB of experts for an episode, 58.5 GiB for 384 slots",
     ):
         assert text in shown
 
@@ -125,26 +126,32 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
             ("actor.layout={num_ranks=6, tensor=6}",),
             r"actor.layout: tensor = 6 does not divide .*32: 1, 2, 4, 8, 16, 32",
         ),
-        (("critic.layout={num_ranks=12, expert=12}",), r"critic.layout: expert = 12 does not divide the 128 experts"),
+        (
+            ("critic.layout={num_ranks=12, expert=12}",),
+            r"critic.layout: expert = 12 does not divide the experts, 128: 1, 2, 4, ",
+        ),
         (("actor.layout={num_ranks=64, pipeline=64}",), "at most 48 stages"),
         (("actor.layout={num_ranks=6, tensor=4}",), "num_ranks must be a multiple of 4"),
         (("engine.tensor=3",), "engine: tensor = 3 does not divide"),
+        (
+            ("engine.extra_args=['--mem-fraction-static', 'much']",),
+            "engine.extra_args: --mem-fraction-static = 'much' is not a number",
+        ),
         (("cluster.gpu=T4",), "'A100-80GB', 'H100-80GB', 'H200-141GB' or 'B200-180GB'"),
         (
             ("model.path=no/such-model",),
-            "there is no config.json in no/such-model or in .*: give its directory with --model",
+            "there is no config.json in no/such-model or in .*: set model.path to its directory",
         ),
         (("critic.freeze=['*.attention.*']",), "freeze patterns that match no tensor"),
-        (("--model", "no/such"), "no/such is no model directory"),
-        (("--model", str(CONFIGS / "models/zai-org/GLM-5.2")), "exceeds index_topk = 2048 of .*GLM-5.2"),
+        ((f"model.path={CONFIGS}/models/zai-org/GLM-5.2",), "exceeds index_topk = 2048 of .*GLM-5.2"),
         (("actor.layout.contxt=2",), "unknown key 'actor.layout.contxt'"),
     ],
 )
-def test_bad_input_is_status_1_and_says_what_would_do(
+def test_bad_input_is_status_2_and_says_what_would_do(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, overrides: tuple[str, ...], message: str
 ) -> None:
     status, found = plan(MATH, tmp_path / "plan.json", *overrides)
-    assert (status, found) == (1, {})
+    assert (status, found) == (2, {})
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -165,6 +172,7 @@ def test_bad_input_is_status_1_and_says_what_would_do(
         (("engine.tensor=1",), "engine", "more engine.tensor ranks"),
         (("engine.max_total_tokens=100000000",), "engine", "100000000 are wanted"),
         (("engine.extra_args=['--mem-fraction-static','0.999']",), "engine", "a lower --mem-fraction-static"),
+        (("engine.extra_args=['--mem-fraction-static=0.999']",), "engine", "a lower --mem-fraction-static"),
     ],
 )
 def test_what_does_not_fit_is_status_1_and_says_what_would_help(
@@ -180,9 +188,22 @@ def test_what_does_not_fit_is_status_1_and_says_what_would_help(
 def test_a_model_directory_comes_before_the_copies_of_config_files(tmp_path: Path) -> None:
     copy = json.loads((CONFIGS / "models/Qwen/Qwen3-30B-A3B-Thinking-2507/config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**copy, "num_hidden_layers": 24}))
-    for arguments in ((f"model.path={tmp_path}",), ("--model", str(tmp_path))):
-        _, found = plan(MATH, tmp_path / "plan.json", *arguments)
-        assert found["roles"]["actor"]["stages"][0]["layers"] == [[0, 24]]
+    _, found = plan(MATH, tmp_path / "plan.json", f"model.path={tmp_path}")
+    assert found["roles"]["actor"]["stages"][0]["layers"] == [[0, 24]]
+
+
+def test_an_engine_cuts_experts_over_the_ranks_that_hold_the_same_ones(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    copy = json.loads((CONFIGS / "models/Qwen/Qwen3-30B-A3B-Thinking-2507/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**copy, "moe_intermediate_size": 772}))
+    assert plan(MATH, tmp_path / "plan.json", f"model.path={tmp_path}", "engine.tensor=8") == (2, {})
+    assert (
+        "engine: tensor = 8 cuts each expert in 8, which does not divide its feed-forward size, 772: 1, 2, 4 would"
+        in (capsys.readouterr().err)
+    )
+    arguments = (f"model.path={tmp_path}", "engine.tensor=8", "engine.extra_args=['--ep-size', '2']")
+    assert plan(MATH, tmp_path / "plan.json", *arguments)[0] == 0
 
 
 def test_only_a_plan_imports_megatron() -> None:

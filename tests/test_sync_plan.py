@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_sao.sync.plan import ITEM_BYTES, Publishable, check_digest, make_plan, offsets, tensor_bytes
-from megatron_sao.types import Bucket, PublishPlan, TensorSpec
+from megatron_sao.sync.plan import Publishable, check_digest, make_plan, offsets, tensor_bytes
+from megatron_sao.types import ITEM_BYTES, Bucket, PublishPlan, TensorSpec
 
 
 def tensor(

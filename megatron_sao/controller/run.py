@@ -11,6 +11,7 @@ from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -262,19 +263,30 @@ def _held_out(config: Config, source: Sequence[Prompt]) -> Sequence[Prompt]:
     return held_out
 
 
+def hf_fields(model_directory: Path) -> dict[str, Any]:
+    """The model's `config.json`."""
+    fields: dict[str, Any] = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
+    return fields
+
+
 def vocab_size(model_directory: Path) -> int:
     """Of the model, not of the tokenizer, which may have fewer."""
-    return int(json.loads((model_directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
+    return int(hf_fields(model_directory)["vocab_size"])
 
 
-def check_sequence_length(config: Config) -> None:
-    """A model with sparse attention, which Megatron computes densely, takes sequences up to its `index_topk` only.
+def max_exact_tokens(hf: Mapping[str, Any]) -> int | None:
+    """The longest sequence that Megatron computes as a model of this `config.json` does; None: any.
 
-    Raises:
-        ValueError: the configuration allows longer ones, and does not say that an approximation is wanted.
+    A sparse attention, which Megatron computes densely, is the same up to its `index_topk` tokens.
     """
-    text = (Path(config.model.path) / "config.json").read_text(encoding="utf-8")
-    limit, longest = json.loads(text).get("index_topk"), config.rollout.max_episode_tokens
+    limit = hf.get("index_topk")
+    return None if limit is None else int(limit)
+
+
+def check_sequence_length(config: Config, limit: int | None) -> None:
+    """Raises ValueError: the configuration allows sequences above `limit`, and does not say that an approximation is
+    wanted."""
+    longest = config.rollout.max_episode_tokens
     if limit is not None and longest > limit and not config.model.approximate_sparse_attention:
         raise ValueError(
             f"rollout.max_episode_tokens = {longest} exceeds index_topk = {limit} of {config.model.path}: Megatron's "

@@ -53,6 +53,10 @@ class RouterShape:
     def missing(self) -> int:
         return int(np.iinfo(self.dtype).max)
 
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_layers * self.top_k * self.dtype.itemsize
+
     def pack(self, ids_RLK: NDArray[np.int32]) -> NDArray[Any]:
         """An engine's ids as they travel. Raises ValueError for another shape, an id out of range or one twice."""
         if ids_RLK.shape[1:] != (self.num_layers, self.top_k):

@@ -6,9 +6,8 @@ Counted per token and layer from what autograd saves in Megatron-core 0.16.1: wi
 
 from dataclasses import dataclass
 
-from megatron_sao.config import LayoutConfig
+from megatron_sao.config import LayoutConfig, Recompute
 from megatron_sao.megatron.mapping.hf_config import HFConfig
-from megatron_sao.megatron.transformer_config import Recompute
 
 EXPERT_IMBALANCE = 1.5
 """[choice] Tokens of the busiest expert rank over those of the average one; without expert parallelism it is 1."""

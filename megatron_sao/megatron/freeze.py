@@ -19,8 +19,7 @@ from megatron_sao.megatron.mapping.transfer import (
 )
 from megatron_sao.megatron.parallel import Parallel
 
-_GRADIENT_BYTES = 4
-_ADAM_BYTES = 8  # two float32 moments; parameters that are not float32 have a float32 main copy besides
+GRADIENT_BYTES = 4  # of a trained parameter
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,9 +96,10 @@ def _report(tensors: Sequence[HFTensor], frozen: frozenset[str]) -> FreezeReport
         num_trained_tensors=len(tensors) - len(cold),
         num_frozen=num_frozen,
         num_trained=sum(sizes.values()) - num_frozen,
-        saved_bytes=sum(sizes[tensor.name] * _state_bytes(tensor.dtype) for tensor in cold),
+        saved_bytes=sum(sizes[tensor.name] * (GRADIENT_BYTES + adam_bytes(tensor.dtype.itemsize)) for tensor in cold),
     )
 
 
-def _state_bytes(dtype: torch.dtype) -> int:
-    return _GRADIENT_BYTES + _ADAM_BYTES + (0 if dtype is torch.float32 else 4)
+def adam_bytes(item_bytes: int) -> int:
+    """Of a trained parameter: two float32 moments, and a float32 main copy of one that has fewer bytes."""
+    return 8 + (4 if item_bytes < 4 else 0)

@@ -11,17 +11,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
-from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, activations
-from megatron_sao.megatron.freeze import check_whole, matching_names
+from megatron_sao.megatron.activations import Activations, Pass, activations
+from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, check_whole, matching_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.rows import VALUE_HEAD
 from megatron_sao.megatron.mapping.table import Binding, bind, carried
 from megatron_sao.megatron.stages import stage_layers
+from megatron_sao.types import ITEM_BYTES
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-_GRADIENT_BYTES = 4
-_MOMENT_BYTES = 8
 _TENSOR_ALIGNMENT = 64  # numbers; so are the next
 _BUCKET_ALIGNMENT = 128
 
@@ -60,7 +58,6 @@ def role_memory(
     dtype: str,
     frozen: Collection[str] = (),
     transformer_engine: bool = True,
-    expert_imbalance: float = EXPERT_IMBALANCE,
 ) -> tuple[StageMemory, ...]:
     """By pipeline rank. `hf.role` says which model it is, `frozen` the HF names that are not trained.
 
@@ -75,7 +72,6 @@ def role_memory(
         max_tokens=config.max_tokens_per_micro_batch,
         recompute=config.recompute,
         transformer_engine=transformer_engine,
-        expert_imbalance=expert_imbalance,
     )
     bindings = _by_pipeline_rank(hf, layout)
     return tuple(
@@ -95,6 +91,7 @@ def advice(parts: Mapping[str, int], config: RoleConfig) -> str:
     remedies = {
         "activations": [fewer_tokens, "more layout.tensor, layout.context or layout.pipeline ranks"],
         "optimizer": ["more data-parallel ranks (layout.num_ranks), which share it", "more layout.pipeline ranks"],
+        "publish": ["lower publish.bucket_bytes"],
     }.get(largest, ["more layout.expert, layout.tensor or layout.pipeline ranks"])
     if largest == "activations" and config.recompute != "full":
         remedies.insert(0, 'set recompute = "full"')
@@ -142,10 +139,10 @@ def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
     )
 
 
-def largest_tensor_bytes(hf: HFConfig, dtype: str) -> int:
-    """Of those that a publish sends whole."""
+def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
+    """An actor's two buckets: one is filled while the other is sent. A larger tensor is a bucket of its own."""
     shapes = (shape for b in bind(ARCHITECTURES[hf.architecture], hf, 1) for shape in b.hf_shapes)
-    return max(map(math.prod, shapes)) * ITEM_BYTES[dtype]
+    return 2 * max(bucket_bytes, max(map(math.prod, shapes)) * ITEM_BYTES[dtype])
 
 
 def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]:
@@ -194,8 +191,8 @@ def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, froz
         shards = ranks if distributed else 1
         numel = _padded(numels, shards) if distributed else sum(numels)
         parameter_bytes += numel * size
-        gradient_bytes += numel * _GRADIENT_BYTES
-        optimizer_bytes += numel // shards * (_MOMENT_BYTES + (4 if size < 4 else 0))
+        gradient_bytes += numel * GRADIENT_BYTES
+        optimizer_bytes += numel // shards * adam_bytes(size)
     return {
         "num_parameters": num_parameters,
         "num_frozen": num_frozen,

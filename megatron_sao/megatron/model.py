@@ -17,6 +17,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_sao.config import Recompute
 from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -24,8 +25,9 @@ from megatron_sao.megatron.mapping.transfer import EMBEDDING
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.router_replay import RouterReplay
+from megatron_sao.megatron.sizes import check_sizes
 from megatron_sao.megatron.stages import stage_layers
-from megatron_sao.megatron.transformer_config import Recompute, check_layout, transformer_config
+from megatron_sao.megatron.transformer_config import transformer_config
 
 __all__ = [
     "CriticModel",
@@ -212,7 +214,13 @@ def _build(
             f"the weights of this {hf.architecture} are quantised ({hf.quantization}): convert them to bfloat16, and "
             "leave quantization_config out of its config.json"
         )
-    check_layout(hf, parallel)
+    check_sizes(
+        hf,
+        tensor=parallel.tensor_size,
+        expert=parallel.expert_size,
+        expert_tensor=parallel.expert_tensor_size,
+        num_stages=parallel.num_stages,
+    )
     config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
     layers = stage_layers(hf.num_layers, parallel.num_stages)
     chunks = []

@@ -1,18 +1,17 @@
-"""A HF config and a layout as Megatron's TransformerConfig, and what a layout must divide."""
+"""A HF config and a layout as Megatron's TransformerConfig."""
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_sao.config import Recompute
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.stages import stage_layers
-
-Recompute = Literal["none", "selective", "full"]
 
 
 def transformer_config(
@@ -90,38 +89,3 @@ def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": platform.transformer_engine,
     }
-
-
-def check_layout(hf: HFConfig, parallel: Parallel) -> None:
-    """Raises ValueError for sizes that do not divide the model's, with those that would."""
-    tensor, expert = parallel.tensor_size, parallel.expert_size
-    sizes = {"attention heads": hf.num_heads, "vocabulary": hf.vocab_size}
-    if not all(hf.is_moe_layer):
-        sizes["feed-forward size"] = hf.ffn_size
-    if hf.num_shared_experts:
-        sizes["shared experts' size"] = hf.sizes["shared_ffn"]
-    for what, size in sizes.items():
-        if size % tensor:
-            raise ValueError(f"tensor = {tensor} does not divide the {what}, {size}: {_working(size)} would")
-    if hf.num_kv_heads % tensor and tensor % hf.num_kv_heads:
-        raise ValueError(
-            f"tensor = {tensor} is neither a divisor nor a multiple of the {hf.num_kv_heads} key-value heads"
-        )
-    for name, count in (("expert", expert), ("expert_tensor", parallel.expert_tensor_size)):
-        if count > 1 and not hf.num_experts:
-            raise ValueError(f"{name} = {count}, but {hf.architecture} has no experts: {name} = 1 is the only choice")
-    if hf.num_experts and hf.num_experts % expert:
-        raise ValueError(
-            f"expert = {expert} does not divide the {hf.num_experts} experts: {_working(hf.num_experts)} would"
-        )
-    if hf.expert_ffn_size % parallel.expert_tensor_size:
-        raise ValueError(
-            f"expert_tensor = {parallel.expert_tensor_size} does not divide the experts' feed-forward size, "
-            f"{hf.expert_ffn_size}: {_working(hf.expert_ffn_size)} would"
-        )
-    stage_layers(hf.num_layers, parallel.num_stages)
-
-
-def _working(size: int) -> str:
-    divisors = [n for n in range(1, min(size, 64) + 1) if size % n == 0]
-    return ", ".join(map(str, divisors))

@@ -8,6 +8,7 @@ from megatron_sao.channel import ActorUpdate, Answer, Command, PublishCommand, S
 from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.checkpoint import load_policy
 from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.memory import publish_bytes
 from megatron_sao.megatron.model import Model, build_policy
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
@@ -71,8 +72,9 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     load_policy(model, directory, parallel)
     frozen = freeze(model, parallel, config.freeze)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
-    rehearse(trainer, config)
-    experts = _replay(spec, model, parallel)
+    experts = _replay(spec, model, parallel)  # a router that cannot be replaced is refused at once
+    buckets = publish_bytes(model.hf_config, dtype=spec.model.dtype, bucket_bytes=spec.bucket_bytes)
+    rehearse(trainer, config, publish_bytes=buckets)
     trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory, experts=experts)
     trained.log_description()
     source = MegatronSource(model, parallel, carried_tensors(directory))

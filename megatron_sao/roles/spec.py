@@ -35,6 +35,7 @@ class ActorSpec(_RankSpec):
     config: ActorConfig
     eps_low: PositiveFloat
     eps_high: PositiveFloat
+    bucket_bytes: PositiveInt  # of a publish
     expert_directory: str | None = None  # of the recorded experts, where the actor replays them
 
 

@@ -11,20 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from megatron_sao.types import Bucket, PublishPlan, TensorSpec
-
-ITEM_BYTES = {
-    "float64": 8,
-    "int64": 8,
-    "float32": 4,
-    "int32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int8": 1,
-    "uint8": 1,
-}
+from megatron_sao.types import ITEM_BYTES, Bucket, PublishPlan, TensorSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -121,6 +121,7 @@ async def _start_actor(stand: Stand, ranks: Supervisor, private: Path, stack: co
             config=ActorConfig(layout=layout, max_tokens_per_micro_batch=64),  # nothing is trained
             eps_low=0.3,
             eps_high=5.0,
+            bucket_bytes=PublishConfig().bucket_bytes,
         )
         start_rank(spec, supervisor=ranks, environment={}, logs=private, interface=side.interface)
     actor = await server.accept("actor", START_S)

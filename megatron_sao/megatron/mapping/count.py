@@ -15,7 +15,6 @@ class NumParameters:
     total: int  # without multi-token prediction, indexers included
     active: int  # of the total, what one token meets: all but the experts it is not sent to
     mtp: int  # layers of multi-token prediction
-    in_model: int  # of the total, what Megatron holds: all but the indexers
 
 
 def num_parameters(config: HFConfig) -> NumParameters:
@@ -30,5 +29,4 @@ def num_parameters(config: HFConfig) -> NumParameters:
         total=total,
         active=total - idle,
         mtp=sum(math.prod(tensor.shape) for tensor in beside if tensor.layer >= config.num_layers),
-        in_model=in_model,
     )
