@@ -14,7 +14,7 @@ from launch.placement import Placement
 from launch.processes import Process, Supervisor
 from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
-from megatron_sao.data import routed_experts
+from megatron_sao.data.routed_experts import expert_directory
 from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
 from megatron_sao.rollout.server import NOT_INHERITED
 
@@ -84,7 +84,7 @@ async def stop_roles(roles: Roles, supervisor: Supervisor) -> None:
 def rank_specs(config: Config, *, port: int, key: bytes, private: Path) -> list[RankSpec]:
     """One for each rank of each role. Each role has a world, and so a rendezvous file, of its own."""
     pid, seed, algorithm = os.getpid(), config.run.seed, config.algorithm
-    experts = str(Path(config.run.directory).resolve() / routed_experts.DIRECTORY)
+    experts = str(expert_directory(Path(config.run.directory)))
 
     def meeting(role: str) -> Meeting:
         return Meeting(init_method=f"file://{private / role}", host=HOST, port=port, key=key.hex())

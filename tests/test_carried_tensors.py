@@ -23,7 +23,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     make_tiny_model(
         root / "disk", arch="glm_moe_dsa", seed=4, dtype=torch.bfloat16, indexer_types=kinds, num_nextn_predict_layers=1
     )
-    tensors, wholes, _ = run_ranks(2, publish_and_export, root / "disk", root)[0]
+    tensors, wholes = run_ranks(2, publish_and_export, root / "disk", root)[0]
     return {"disk": read(root / "disk"), "tensors": tensors, "wholes": wholes, "root": root}
 
 

@@ -140,9 +140,14 @@ WEIGHT_CASES: dict[str, tuple[str, str, Change, str]] = {
             "policy",
             "glm5",
             _with_tensors(lambda tensors, name=name: tensors.pop(f"model.layers.{name}")),  # type: ignore[misc]
-            f"missing: model.layers.{name};",
+            message.format(f"model.layers.{name}"),
         )
-        for name in ("2.mlp.gate.e_score_correction_bias", "0.self_attn.indexer.wk.weight", "3.eh_proj.weight")
+        for name, message in {
+            "2.mlp.gate.e_score_correction_bias": "missing: {};",
+            "0.self_attn.indexer.wk.weight": "lacks {}, which its config.json promises: copy the whole model directory",
+            "3.eh_proj.weight": "lacks {}, which its config.json promises: copy the whole model directory, or, where a "
+            "fine-tune has no layer of multi-token prediction, set num_nextn_predict_layers = 0",
+        }.items()
     },
     "glm5 with its indexers and a layer to predict more": ("policy", "glm5", _nothing, "loaded"),
     "glm5 as critic": ("critic", "glm5", _nothing, "loaded"),

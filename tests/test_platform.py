@@ -1,4 +1,4 @@
-"""The platform: what Megatron needs on a CPU, nothing at all where CUDA is present."""
+"""The platform: what Megatron needs on a CPU; where CUDA is present, what it lacks without Transformer Engine."""
 
 import pytest
 import torch
@@ -36,10 +36,11 @@ def test_cuda_names_mean_the_cpu() -> None:
     }
 
 
-def _pretend_cuda(rank: int) -> tuple[str, list[str]]:
+def _pretend_cuda(rank: int) -> tuple[str, list[str], bool]:
     """A fake: `torch.cuda` says that it has a device. Nothing is run on it."""
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+    import megatron.core.transformer.multi_latent_attention as latent
 
     from megatron_sao.megatron import platform
 
@@ -54,11 +55,11 @@ def _pretend_cuda(rank: int) -> tuple[str, list[str]]:
         for name, value in vars(owner).items()
         if old.get(name) is not value
     ]
-    return found.backend, changed
+    return found.backend, changed, latent.Linear is not None and not latent.HAVE_TE
 
 
-def test_nothing_is_touched_when_cuda_is_present() -> None:
-    assert run_ranks(1, _pretend_cuda) == [("nccl", [])]
+def test_with_cuda_only_latent_attention_without_transformer_engine_is_touched() -> None:
+    assert run_ranks(1, _pretend_cuda) == [("nccl", [], True)]
 
 
 def _fail_on_rank_one(rank: int) -> None:

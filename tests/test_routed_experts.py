@@ -62,6 +62,15 @@ async def test_every_row_of_an_episode_of_two_turns_is_asked_for_once() -> None:
     assert (trajectory.routed_experts == experts_of(ROUTER, trajectory.token_ids[:-1].tolist())).all()
 
 
+async def test_an_episode_that_is_not_trained_on_asks_for_none() -> None:
+    async with fake_subject(token_delay_s=0.0, router=ROUTER) as subject:
+        assert subject.fake is not None
+        limits = Limits(max_episode_tokens=200, max_turn_tokens=20, max_turns=1, wants_routed=False)
+        (trajectory,) = await ToolEpisode(TOKENIZER, ()).run(EPISODE_PROMPT, subject.engine, limits)
+        assert not any("return_routed_experts" in body for path, body in subject.fake.calls if path == "/generate")
+    assert trajectory.routed_experts is None
+
+
 Edit = Callable[[dict[str, Any], np.ndarray], Any]
 LIES: dict[str, tuple[Edit, str]] = {
     "the flag is not given": (lambda meta, _: meta.pop("routed_experts"), "--enable-return-routed-experts"),

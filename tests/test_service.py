@@ -247,6 +247,7 @@ async def test_an_evaluation_gives_rewards_in_the_prompts_order_within_its_bound
     rewards = await run_prompts(PROMPTS, runner(engine, reward=by_id), concurrency=7)
     assert [reward.value for reward in rewards] == [i / 100 for i in range(50)]
     assert engine.max_running == 7
+    assert not any(request.wants_routed for request in engine.requests)
 
 
 async def test_an_evaluation_tries_a_broken_episode_again_and_then_gives_up() -> None:

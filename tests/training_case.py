@@ -13,7 +13,7 @@ from megatron_sao.algorithm.advantage import batch_advantages, batch_targets
 from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron.checkpoint import load_critic, load_policy
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors, parameter_bindings
 from megatron_sao.megatron.model import build_critic, build_policy
 from megatron_sao.megatron.parallel import Parallel, initialize
 from megatron_sao.megatron.platform import install
@@ -117,6 +117,9 @@ def make_trainer(
             for name, parameter in model.named_parameters():
                 if name == "value_head.weight":
                     parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    for name, parameter in model.named_parameters():
+        if "_down_proj.weight" in name:  # of latent attention, whole on every rank; Transformer Engine says:
+            parameter.tensor_model_parallel = True
     patterns = case.actor_freeze if role == "actor" else case.critic_freeze
     if patterns:
         freeze(model, parallel, patterns)
@@ -135,12 +138,12 @@ def digests(trainer: Trainer) -> dict[str, str]:
     After `whole_model`, which brings in what an overlapped optimizer has not gathered yet.
     """
     parallel = trainer.parallel
-    result = {}
+    bindings, result = parameter_bindings(trainer.model, parallel), {}
     for name, parameter in trainer.model.named_parameters():
         if ".mlp.experts." in name:
             place = f"expert{parallel.expert_rank}, shard{parallel.expert_tensor_rank}"
         else:
-            place = f"tensor{parallel.tensor_rank}" if getattr(parameter, "tensor_model_parallel", False) else "all"
+            place = "all" if bindings[name].layout.dim is None else f"tensor{parallel.tensor_rank}"
         result[f"{place}/{name}"] = hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
     return result
 

@@ -26,8 +26,7 @@ from megatron_sao.controller.report import Reporter, Summary
 from megatron_sao.controller.step import StepSettings
 from megatron_sao.data.buffer import TrajectoryBuffer
 from megatron_sao.data.prompts import PromptStream
-from megatron_sao.data.routed_experts import DIRECTORY as EXPERT_DIRECTORY
-from megatron_sao.data.routed_experts import ExpertFiles
+from megatron_sao.data.routed_experts import ExpertFiles, expert_directory
 from megatron_sao.rollout.engine import Engine
 from megatron_sao.rollout.episode import Episode, Limits
 from megatron_sao.rollout.reward import RewardFunction, load_object
@@ -96,7 +95,7 @@ async def train(
     trace = Trace(run_directory / TRACE) if config.metrics.trace else NoTrace()
     actor, critic, engine = TracedChannel(actor, trace), TracedChannel(critic, trace), TracedEngine(engine, trace)
     runner = _runner(config.rollout, work, engine=engine)
-    files = ExpertFiles(run_directory / EXPERT_DIRECTORY) if config.actor.router_replay else None
+    files = ExpertFiles(expert_directory(run_directory)) if config.actor.router_replay else None
     reporter = Reporter(run_directory, num_steps=config.run.num_steps, tensorboard=config.metrics.tensorboard)
     with closing(trace), closing(reporter), closing(files) if files else nullcontext():
         parts = _parts(

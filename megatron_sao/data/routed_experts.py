@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 
 from megatron_sao.types import NOT_RECORDED, Trajectory
 
-DIRECTORY = ".routed-experts"
-"""Below the run's directory; hidden, as everything there that a stopped run may leave and the next one removes."""
+_DIRECTORY = ".routed-experts"  # hidden, as everything that a stopped run may leave and the next one removes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +31,7 @@ class RouterShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> "RouterShape":
-        """Raises ValueError for a dense model: it has nothing to replay."""
+        """From the raw file. Raises ValueError for a dense model: it has nothing to replay."""
         num_experts = next((int(config[name]) for name in _NUM_EXPERTS if config.get(name)), 0)
         if not num_experts:
             raise ValueError(
@@ -146,6 +145,11 @@ class ExpertReader:
         ids = np.full((length, *own.shape[1:]), NOT_RECORDED, dtype=np.int16)
         ids[:-1][~is_missing] = known
         return ids, int(is_missing.sum()) + 1  # the last token's row is never recorded
+
+
+def expert_directory(run_directory: Path) -> Path:
+    """Of the files of the run in `run_directory`."""
+    return run_directory.resolve() / _DIRECTORY
 
 
 def expert_file(directory: Path, trajectory_id: str) -> Path:

@@ -25,7 +25,7 @@ from megatron.core.optimizer.optimizer_config import ParamKey, ParamWithNamePred
 from torch import Tensor
 
 from megatron_sao.config import OptimizerConfig
-from megatron_sao.megatron.mapping.transfer import hf_tensors, parameter_hf_names
+from megatron_sao.megatron.mapping.transfer import hf_tensors, parameter_bindings, parameter_hf_names
 from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.parallel import Parallel
 
@@ -90,20 +90,23 @@ class Optimizer:
             use_distributed_optimizer=config.distributed,
             overlap_param_gather=config.overlap and config.distributed,
         )
-        self._megatron = get_megatron_optimizer(settings, list(model.wrapped), config_overrides=_group_overrides())
+        overrides = _group_overrides(_cut_parameters(model, parallel))
+        self._megatron = get_megatron_optimizer(settings, list(model.wrapped), config_overrides=overrides)
 
     @property
     def kind(self) -> str:
         """Which Adam is in use: torch's, or a fused one of Apex or Transformer Engine."""
-        adams = [each.optimizer for each in self._megatron.chained_optimizers if each.optimizer is not None]
-        kinds = sorted({f"{type(adam).__module__.partition('.')[0]} {type(adam).__name__}" for adam in adams})
+        kinds = sorted({f"{type(adam).__module__.partition('.')[0]} {type(adam).__name__}" for adam in self._adams()})
         return " ".join([*(["distributed"] if self._config.distributed else []), *(kinds or ["nothing trained here"])])
 
     def missing_state(self) -> list[Tensor]:
         """Memory of the size of what Adam will make at its first step, so that others see how much they have left."""
-        adams = [each.optimizer for each in self._megatron.chained_optimizers if each.optimizer is not None]
-        stateless = [p for adam in adams for group in adam.param_groups for p in group["params"] if p not in adam.state]
+        groups = ((adam, group) for adam in self._adams() for group in adam.param_groups)
+        stateless = [p for adam, group in groups for p in group["params"] if p not in adam.state]
         return [torch.empty_like(p, dtype=torch.float32) for p in stateless for _ in ("exp_avg", "exp_avg_sq")]
+
+    def _adams(self) -> list[Any]:
+        return [each.optimizer for each in self._megatron.chained_optimizers if each.optimizer is not None]
 
     def learning_rate(self, update: int) -> float:
         """Rate of the update with this number, from 1: linear over the first `warmup_updates`, then constant."""
@@ -182,9 +185,16 @@ class Optimizer:
         )
 
 
-def _group_overrides() -> dict[ParamKey, Any]:
-    """Label every parameter: its part, whether tensor-parallel ranks cut it, whether it is a last stage's copy of the
-    tied embedding, and no decay on norms, biases, head."""
+def _cut_parameters(model: Model, parallel: Parallel) -> frozenset[int]:
+    """Ids of the parameters that tensor-parallel ranks cut, by the table: Transformer Engine says so
+    (`tensor_model_parallel`) of linears too that every rank has whole."""
+    bindings = parameter_bindings(model, parallel)
+    return frozenset(id(p) for name, p in model.named_parameters() if bindings[name].layout.dim is not None)
+
+
+def _group_overrides(cut: frozenset[int]) -> dict[ParamKey, Any]:
+    """Label every parameter: its part, whether tensor-parallel ranks cut it (`cut`: ids), whether it is a last stage's
+    copy of the tied embedding, and no decay on norms, biases, head."""
 
     def key(name: str, matches: Any) -> ParamKey:
         return ParamKey(with_name_predicate=ParamWithNamePredicate(name=name, fn=matches))
@@ -193,16 +203,12 @@ def _group_overrides() -> dict[ParamKey, Any]:
         return lambda parameter, name: part_of(name) == part
 
     overrides: dict[ParamKey, Any] = {key(part, is_part(part)): {"part": part} for part in PARTS}
-    overrides[key("cut", lambda parameter, name: _is_cut(parameter))] = {"cut": True}
-    overrides[key("copied", lambda parameter, name: not _is_cut(parameter))] = {"cut": False}
+    overrides[key("cut", lambda parameter, name: id(parameter) in cut)] = {"cut": True}
+    overrides[key("copied", lambda parameter, name: id(parameter) not in cut)] = {"cut": False}
     overrides[key("tied", lambda parameter, name: _is_tied_copy(parameter))] = {"tied_copy": True}
     overrides[key("own", lambda parameter, name: not _is_tied_copy(parameter))] = {"tied_copy": False}
     overrides[key("no decay", lambda parameter, name: not _decays(parameter, name))] = {"wd_mult": 0.0}
     return overrides
-
-
-def _is_cut(parameter: Tensor) -> bool:
-    return bool(getattr(parameter, "tensor_model_parallel", False))
 
 
 def _is_tied_copy(parameter: Tensor) -> bool:

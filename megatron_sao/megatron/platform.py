@@ -1,7 +1,7 @@
 """Where Megatron-core runs: CUDA with NCCL, or a CPU with gloo. The only place that patches anything.
 
 Without CUDA, `install` gives the names of `torch.cuda` that Megatron-core calls while it trains a meaning on the CPU.
-With CUDA it changes nothing.
+With CUDA it changes nothing, but for what Megatron-core lacks where Transformer Engine is not installed.
 """
 
 import contextlib
@@ -40,10 +40,13 @@ def install() -> Platform:
 
 
 def _cuda_platform() -> Platform:
+    has_transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+    if not has_transformer_engine:
+        _complete_megatron()
     return Platform(
         device=torch.device("cuda", torch.cuda.current_device()),
         backend="nccl",
-        transformer_engine=importlib.util.find_spec("transformer_engine") is not None,
+        transformer_engine=has_transformer_engine,
         fused_weight_gradients=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
     )
 
@@ -102,6 +105,7 @@ def _send_cuda_tensors_to_the_cpu() -> None:
     tensor.cuda = lambda self, *_, **__: self
     tensor.record_stream = lambda self, _: None
     tensor.type = _cuda_type_names(torch.Tensor.type)
+    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -145,10 +149,10 @@ def _stand_in_for_cuda_random_states() -> None:
 
 
 def _complete_megatron() -> None:
+    """What it takes from Transformer Engine without asking whether that is there: latent attention above all."""
     if not hasattr(moe_utils, "te_general_gemm"):  # named without Transformer Engine, but defined only with it
         moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False  # true whenever its names can be imported; isinstance() of them then fails
-    token_dispatcher.maybe_move_tensor_to_cpu = _splits_as_numpy
     if multi_latent_attention.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
         multi_latent_attention.Linear = whole_layers.Linear
 

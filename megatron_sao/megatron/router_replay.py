@@ -40,7 +40,7 @@ class RouterReplay:
     def run(self, ids: Tensor | None, forward: Callable[[], Tensor]) -> Tensor:
         """`forward()` with `ids` [B, layers, K], NOT_RECORDED where a router chooses; None: everywhere.
 
-        They are on the device only while their micro-batch is in flight.
+        They are on the device while their micro-batch is in flight; the last one's until the next is computed.
         """
         own = None
         if ids is not None:  # sequence parallel cuts the row

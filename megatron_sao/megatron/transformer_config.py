@@ -13,6 +13,13 @@ from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.stages import stage_layers
 
+_FUSED = {
+    "apply_rope_fusion": "rotary embedding",
+    "bias_activation_fusion": "activation",
+    "moe_permute_fusion": "permutation",
+    "gradient_accumulation_fusion": "weight gradients",
+}
+
 
 def transformer_config(
     hf: HFConfig, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute
@@ -23,6 +30,7 @@ def transformer_config(
     }
     if hf.num_experts:
         options |= _moe_options(hf, platform)
+    options["apply_rope_fusion"] = platform.transformer_engine and not hf.kv_lora_rank  # latent: an experiment
     options |= _pipeline_options(hf, parallel)
     if recompute == "selective":
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -39,6 +47,7 @@ def transformer_config(
         layernorm_epsilon=hf.norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
+        bias_activation_fusion=platform.transformer_engine,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -88,4 +97,10 @@ def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": platform.transformer_engine,
+        "moe_permute_fusion": platform.transformer_engine,
     }
+
+
+def fused(config: TransformerConfig) -> str:
+    """What is computed by fused kernels. The router is not: it would ask nobody for its top-k (`router_replay`)."""
+    return " + ".join(name for option, name in _FUSED.items() if getattr(config, option)) or "nothing"

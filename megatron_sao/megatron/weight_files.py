@@ -35,11 +35,18 @@ class Reader:
     def tensor(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
 
-    def has(self, tensor: Carried) -> bool:
-        """Raises ValueError where it is not there and must be."""
-        if tensor.name not in self._files and not tensor.optional:
-            raise ValueError(f"{self.directory} lacks {tensor.name}, which {self.config.architecture} has")
-        return tensor.name in self._files
+    def carried(self) -> tuple[Carried, ...]:
+        """Those that are there. Raises ValueError for others that must be."""
+        known = carried(ARCHITECTURES[self.config.architecture], self.config)
+        missing = [each for each in known if each.name not in self._files and not each.optional]
+        if missing:
+            after_the_last = any(each.layer >= self.config.num_layers for each in missing)
+            advice = ", or, where a fine-tune has no layer of multi-token prediction, set num_nextn_predict_layers = 0"
+            raise ValueError(
+                f"{self.directory} lacks {_list([each.name for each in missing])}, which its config.json promises: "
+                f"copy the whole model directory{advice if after_the_last else ''}"
+            )
+        return tuple(each for each in known if each.name in self._files)
 
     def path(self, name: str) -> Path:
         return self._paths[name]
@@ -50,8 +57,7 @@ class Reader:
         Raises:
             ValueError: what is missing, and what is there that no table names.
         """
-        beside = carried(ARCHITECTURES[self.config.architecture], self.config)
-        wanted = {**wanted, **{t.name: t.shape for t in beside if not t.optional or t.name in self._files}}
+        wanted = {**wanted, **{tensor.name: tensor.shape for tensor in self.carried()}}
         extra = set(self._files) - wanted.keys()
         if self.config.tied_embeddings and _LM_HEAD in extra:
             self._check_tied()
@@ -134,11 +140,10 @@ class CarriedTensor:
 
 
 def carried_tensors(directory: Path) -> tuple[CarriedTensor, ...]:
-    """What a policy's directory has beside the model. Raises ValueError as `Reader.check`."""
+    """What a policy's directory has beside the model. Raises ValueError as `Reader.carried`."""
     config = read_hf_config(directory)
     with ExitStack() as stack:
         reader = Reader(directory, config, stack)
-        found = [each for each in carried(ARCHITECTURES[config.architecture], config) if reader.has(each)]
         return tuple(
             CarriedTensor(
                 name=each.name,
@@ -147,5 +152,5 @@ def carried_tensors(directory: Path) -> tuple[CarriedTensor, ...]:
                 path=reader.path(each.name),
                 in_engine=each.layer < config.num_layers,
             )
-            for each in found
+            for each in reader.carried()
         )

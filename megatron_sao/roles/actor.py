@@ -83,11 +83,12 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
 
 
 def _replay(spec: ActorSpec, model: Model, parallel: Parallel) -> ExpertReader | None:
-    """Raises ValueError: the model has no experts, or the rank was given no directory of theirs."""
+    """Raises ValueError: the rank was given no directory of recorded experts."""
     if not spec.config.router_replay:
         return None
     if spec.expert_directory is None:
         raise ValueError("actor.router_replay = true, but this rank was not told where the recorded experts are")
-    shape = RouterShape.of(model.hf_config.raw)
+    hf = model.hf_config
+    shape = RouterShape(num_layers=hf.num_layers, top_k=hf.experts_per_token, num_experts=hf.num_experts)
     layers = RouterReplay(model.chunks, parallel).layers
     return ExpertReader(directory=Path(spec.expert_directory), shape=shape, layers=layers)

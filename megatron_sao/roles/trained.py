@@ -13,8 +13,10 @@ from megatron_sao.channel import Answer, Command, Describe, DropBatch, Export, L
 from megatron_sao.data.routed_experts import ExpertReader
 from megatron_sao.megatron.checkpoint import export
 from megatron_sao.megatron.freeze import FreezeReport
+from megatron_sao.megatron.layer_specs import attention_of
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer
+from megatron_sao.megatron.transformer_config import fused
 from megatron_sao.roles.shards import shard_of
 from megatron_sao.roles.worker import Role
 
@@ -83,6 +85,8 @@ class TrainedRole:
         """Which code paths are in use, and how large things are. The first lines of a run's log."""
         parallel, platform = self.trainer.parallel, self.trainer.platform
         model, te = self.trainer.model, platform.transformer_engine
+        attention, rows = attention_of(model.hf_config), "packed rows (thd)" if te else "a block-diagonal causal mask"
+        approximates = attention.max_exact_tokens is not None and model.chunks[0].max_tokens is None
         names = ("tensor", "context", "expert", "expert_tensor", "expert_data", "pipeline", "data")
         sizes = {name: getattr(parallel, f"{name}_size") for name in names}
         sizes |= {"virtual_stages": parallel.virtual_stages}
@@ -94,11 +98,12 @@ class TrainedRole:
             "device": platform.device.type,
             "backend": platform.backend,
             "layer_spec": "transformer_engine" if te else "local",
-            "attention": "packed rows (thd)" if te else "dense with a block-diagonal causal mask",
+            "attention": f"{attention.kind} with {rows}",
+            "approximate_sparse_attention": approximates,
             "optimizer": self.trainer.optimizer.kind,
             "overlap": model.wrapped[0].ddp_config.overlap_grad_reduce,
             "recompute": model.config.recompute_granularity or "none",
-            "fused_weight_gradients": platform.fused_weight_gradients,
+            "fused": fused(model.config),
             "router_replay": self._experts is not None,
             "dispatcher": model.config.moe_token_dispatcher_type if model.config.num_moe_experts else "none (dense)",
             "dtype": str(model.config.params_dtype).removeprefix("torch."),

@@ -45,6 +45,7 @@ class GenerateRequest:
     input_ids: tuple[int, ...]  # [P]
     max_new_tokens: int
     stop_token_ids: tuple[int, ...] = ()  # these end the turn (and stay in the output); nothing else does
+    wants_routed: bool = True  # the routed experts, of an engine that records them
     num_routed: int = 0  # the first tokens whose routed experts are known from earlier turns; at most P
 
     def __post_init__(self) -> None:

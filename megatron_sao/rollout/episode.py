@@ -27,6 +27,7 @@ class Limits:
     max_episode_tokens: int  # prompt, actions and observations of one trajectory
     max_turn_tokens: int
     max_turns: int
+    wants_routed: bool = True  # see GenerateRequest
 
 
 class EpisodeError(RuntimeError):
@@ -164,6 +165,7 @@ class _Tape:
             input_ids=tuple(self.token_ids),
             max_new_tokens=min(self.limits.max_turn_tokens, left),
             stop_token_ids=stop_token_ids,
+            wants_routed=self.limits.wants_routed,
             num_routed=sum(map(len, self.routed_experts)),
         )
 

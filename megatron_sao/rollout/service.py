@@ -1,6 +1,7 @@
 """Keeps episodes in flight, one per slot, while training goes on; and runs held-out prompts for an evaluation."""
 
 import asyncio
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Mapping, Sequence
@@ -199,6 +200,8 @@ async def run_prompts(
 ) -> tuple[Reward, ...]:
     """The reward of each prompt, in their order, at most `concurrency` at a time; no slot or buffer is involved.
 
+    Nobody trains on these episodes: routed experts are not asked for.
+
     Raises:
         ValueError: concurrency or max_attempts below 1.
         RuntimeError: one prompt's episode broke `max_attempts` times (its last error is the cause).
@@ -206,6 +209,7 @@ async def run_prompts(
     """
     if concurrency < 1 or max_attempts < 1:
         raise ValueError(f"concurrency = {concurrency} and max_attempts = {max_attempts} must be at least 1")
+    runner = dataclasses.replace(runner, limits=dataclasses.replace(runner.limits, wants_routed=False))
     places = asyncio.Semaphore(concurrency)
 
     async def one(prompt: Prompt) -> Reward:

@@ -77,12 +77,12 @@ def _generation(engine: str, request: GenerateRequest, answer: Any, router: Rout
     entries = meta["output_token_logprobs"] if output_ids else []
     _check_ids([entry[1] for entry in entries], output_ids, "generated")
     versions = expand_spans(meta["weight_versions"] if output_ids else [], len(output_ids))
-    asked = router is not None and finish != "abort"
+    chosen = None if router is None or finish == "abort" else _routed_experts(request, meta, versions, router)
     return Generation(
         output_ids=output_ids,
         logprobs=tuple(_logprob(entry[0]) for entry in entries),
         versions=versions,
-        routed_experts=_routed_experts(request, meta, versions, router) if asked and router else None,
+        routed_experts=chosen,
         finish=finish,
         matched_stop=reason["matched"] if finish == "stop" and isinstance(reason["matched"], int) else None,
         cached_tokens=int(meta.get("cached_tokens") or 0),

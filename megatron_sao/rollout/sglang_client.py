@@ -63,7 +63,7 @@ class SGLangEngine:
         timeouts: Timeouts | None = None,
         router: RouterShape | None = None,
     ) -> None:
-        """`router`: of a model with experts, whose routers' choices every generation shall bring along."""
+        """`router`: of a model with experts, whose routers' choices generations shall bring along."""
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._vocab_size = vocab_size
@@ -98,7 +98,7 @@ class SGLangEngine:
             "logprob_start_len": -1,
             "stream": False,
         }
-        if self._router is not None:
+        if self._router is not None and request.wants_routed:
             body |= {"return_routed_experts": True, "routed_experts_start_len": request.num_routed}
         while True:
             await self._until_resumed()
@@ -248,7 +248,7 @@ class SGLangEngine:
 
     async def _read(self, request: GenerateRequest, answer: Any) -> Generation:
         """Expert ids are 200 MB for 131k tokens, 48 layers and top-8: other requests go on meanwhile."""
-        if self._router is None:
+        if self._router is None or not request.wants_routed:
             return read_generation(self.name, request, answer)
         return await asyncio.to_thread(read_generation, self.name, request, answer, router=self._router)
 

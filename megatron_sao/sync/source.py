@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from megatron_sao.megatron.mapping.transfer import MappedModel, Shards, hf_tensors
+from megatron_sao.megatron.mapping.transfer import HFTensor, MappedModel, Shards, hf_tensors
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.weight_files import CarriedTensor
 from megatron_sao.sync.plan import Publishable
@@ -27,9 +27,7 @@ class MegatronSource:
         """In the mapping's canonical order, then the carried ones. No communication."""
         held = tuple(
             Publishable(
-                spec=TensorSpec(
-                    name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-                ),
+                spec=_spec(tensor),
                 trained=tensor.trained,
                 is_buffer=tensor.is_buffer,
                 owner=tensor.owner,
@@ -38,14 +36,7 @@ class MegatronSource:
             for tensor in hf_tensors(self._model, self._parallel)
         )
         return held + tuple(
-            Publishable(
-                spec=TensorSpec(
-                    name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape)
-                ),
-                trained=False,
-                is_buffer=False,
-            )
-            for tensor in self._carried.values()
+            Publishable(spec=_spec(tensor), trained=False, is_buffer=False) for tensor in self._carried.values()
         )
 
     def gather(
@@ -62,3 +53,7 @@ class MegatronSource:
 
     def _held(self, specs: Sequence[TensorSpec]) -> list[str]:
         return [spec.name for spec in specs if spec.name not in self._carried]
+
+
+def _spec(tensor: HFTensor | CarriedTensor) -> TensorSpec:
+    return TensorSpec(name=tensor.name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape))

@@ -85,19 +85,23 @@ def hf_tensors(model: MappedModel, parallel: Parallel) -> tuple[HFTensor, ...]:
     )
 
 
-def parameter_hf_names(model: MappedModel, parallel: Parallel) -> dict[str, tuple[str, ...]]:
-    """For each parameter of this rank's model, the HF tensors in it.
+def parameter_bindings(model: MappedModel, parallel: Parallel) -> dict[str, Binding]:
+    """For each parameter of this rank's model, its entry in the table.
 
     Raises:
         AssertionError: a parameter that the architecture's table does not name: it would never be saved or published.
     """
     parameters = dict(model.named_parameters())
     bindings = [binding for binding in bindings_of(model, parallel) if not binding.is_buffer]
-    local = [binding for binding in bindings if is_local(binding, model.hf_config, parallel)]
-    names = {binding.find(parameters): binding.hf_names for binding in local}
-    unnamed = sorted(parameters.keys() - names.keys())
+    found = {each.find(parameters): each for each in bindings if is_local(each, model.hf_config, parallel)}
+    unnamed = sorted(parameters.keys() - found.keys())
     assert not unnamed, f"the table of {model.hf_config.architecture} does not name these parameters: {unnamed}"
-    return names
+    return found
+
+
+def parameter_hf_names(model: MappedModel, parallel: Parallel) -> dict[str, tuple[str, ...]]:
+    """For each parameter of this rank's model, the HF tensors in it. Raises as `parameter_bindings`."""
+    return {name: binding.hf_names for name, binding in parameter_bindings(model, parallel).items()}
 
 
 def parameter_dtype(model: MappedModel) -> torch.dtype:
@@ -172,11 +176,13 @@ class Shards:
         """Bring the pieces that other ranks hold to their places in `wholes` on global rank `target` (None elsewhere).
 
         Collective. Returns the bytes that this rank received. Each piece is one message, received where it belongs or,
-        if that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most.
+        if that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most. What an overlapped
+        optimizer has not brought in comes first, once after its step, by the group's own deadline.
 
         Raises:
             ValueError: a name that the model does not have.
-            RuntimeError: not all pieces were there within `timeout_s` (None: the group's own deadline for each).
+            RuntimeError: not all pieces were there within `timeout_s` from then (None: the group's own deadline for
+                each).
         """
         self._model.complete()
         own_rank, num_bytes, wanted = self._parallel.rank, 0, frozenset(names)
