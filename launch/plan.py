@@ -95,7 +95,8 @@ def load_plan(path: Path, overrides: Sequence[str], model: Path | None) -> Plan:
     config = load(path, overrides)
     directory = model or model_directory(config, path.parent)
     hf = read_hf_config(directory)
-    check_sequence_length(config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})}))
+    placed = config.model_copy(update={"model": config.model.model_copy(update={"path": str(directory)})})
+    check_sequence_length(placed, computes_sparse=lambda: hf.computes_sparse)
     return make_plan(config, hf)
 
 

@@ -267,15 +267,16 @@ def vocab_size(model_directory: Path) -> int:
     return int(json.loads((model_directory / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
-def check_sequence_length(config: Config) -> None:
-    """A model with sparse attention, which Megatron computes densely, takes sequences up to its `index_topk` only.
+def check_sequence_length(config: Config, *, computes_sparse: Callable[[], bool]) -> None:
+    """A model with sparse attention, unless Megatron computes it, takes sequences up to its `index_topk` only.
 
     Raises:
         ValueError: the configuration allows longer ones, and does not say that an approximation is wanted.
     """
     text = (Path(config.model.path) / "config.json").read_text(encoding="utf-8")
     limit, longest = json.loads(text).get("index_topk"), config.rollout.max_episode_tokens
-    if limit is not None and longest > limit and not config.model.approximate_sparse_attention:
+    exceeds = limit is not None and longest > limit
+    if exceeds and not (config.model.approximate_sparse_attention or computes_sparse()):
         raise ValueError(
             f"rollout.max_episode_tokens = {longest} exceeds index_topk = {limit} of {config.model.path}: Megatron's "
             "dense attention is exact up to there; lower it, or set model.approximate_sparse_attention = true"

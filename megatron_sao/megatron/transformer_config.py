@@ -24,6 +24,8 @@ def transformer_config(
     }
     if hf.num_experts:
         options |= _moe_options(hf, platform)
+    if hf.computes_sparse:
+        options["dsa_kernel_backend"] = platform.sparse_kernels
     options |= _pipeline_options(hf, parallel)
     if recompute == "selective":
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -63,7 +65,7 @@ def _pipeline_options(hf: HFConfig, parallel: Parallel) -> dict[str, Any]:
     ranks both neighbours are the same rank, and a message of one batch could be taken for another."""
     if parallel.pipeline_size == 1:
         return {}
-    stages = [["decoder"] * len(layers) for layers in stage_layers(hf.num_layers, parallel.num_stages)]
+    stages = [["decoder"] * len(layers) for layers in stage_layers(hf.may_start_stage, parallel.num_stages)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     interleaved = parallel.virtual_stages > 1
@@ -119,7 +121,7 @@ def check_layout(hf: HFConfig, parallel: Parallel) -> None:
             f"expert_tensor = {parallel.expert_tensor_size} does not divide the experts' feed-forward size, "
             f"{hf.expert_ffn_size}: {_working(hf.expert_ffn_size)} would"
         )
-    stage_layers(hf.num_layers, parallel.num_stages)
+    stage_layers(hf.may_start_stage, parallel.num_stages)
 
 
 def _working(size: int) -> str:

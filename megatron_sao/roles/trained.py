@@ -13,6 +13,7 @@ from megatron_sao.channel import Answer, Command, Describe, DropBatch, Export, L
 from megatron_sao.data.routed_experts import ExpertReader
 from megatron_sao.megatron.checkpoint import export
 from megatron_sao.megatron.freeze import FreezeReport
+from megatron_sao.megatron.layer_specs import attention_of, is_sparse
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer
 from megatron_sao.roles.shards import shard_of
@@ -83,6 +84,7 @@ class TrainedRole:
         """Which code paths are in use, and how large things are. The first lines of a run's log."""
         parallel, platform = self.trainer.parallel, self.trainer.platform
         model, te = self.trainer.model, platform.transformer_engine
+        rows = "packed rows (thd)" if te else "dense with a block-diagonal causal mask"
         names = ("tensor", "context", "expert", "expert_tensor", "expert_data", "pipeline", "data")
         sizes = {name: getattr(parallel, f"{name}_size") for name in names}
         sizes |= {"virtual_stages": parallel.virtual_stages}
@@ -94,7 +96,7 @@ class TrainedRole:
             "device": platform.device.type,
             "backend": platform.backend,
             "layer_spec": "transformer_engine" if te else "local",
-            "attention": "packed rows (thd)" if te else "dense with a block-diagonal causal mask",
+            "attention": attention_of(model.hf_config).kind if is_sparse(model.config) else rows,
             "optimizer": self.trainer.optimizer.kind,
             "overlap": model.wrapped[0].ddp_config.overlap_grad_reduce,
             "recompute": model.config.recompute_granularity or "none",

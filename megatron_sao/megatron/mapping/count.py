@@ -15,7 +15,7 @@ class NumParameters:
     total: int  # without multi-token prediction, indexers included
     active: int  # of the total, what one token meets: all but the experts it is not sent to
     mtp: int  # layers of multi-token prediction
-    in_model: int  # of the total, what Megatron holds: all but the indexers
+    in_model: int  # of the total, what Megatron holds: all but indexers that are carried
 
 
 def num_parameters(config: HFConfig) -> NumParameters:
