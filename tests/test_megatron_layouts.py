@@ -61,6 +61,7 @@ STORIES = [
     ("deepseek", {"num_ranks": 4, "tensor": 2, "expert": 2}),
     ("glm5", {"num_ranks": 1}),
     ("glm5_shared_indexers", {"num_ranks": 2, "tensor": 2, "expert": 2}),
+    ("glm5_shared_indexers", {"num_ranks": 2, "pipeline": 2}),
     ("moe", {"num_ranks": 2, "tensor": 2, "expert_tensor": 2}),
     ("moe", {"num_ranks": 4, "pipeline": 2, "tensor": 2, "expert_tensor": 2}),
     ("deep_tied", {"num_ranks": 2, "pipeline": 2, "virtual_stages": 2}),
@@ -144,6 +145,8 @@ def test_load_and_export_give_back_every_bit(told: dict[str, Any], directories: 
 def test_a_publish_sends_every_tensor_once_and_every_bit(told: dict[str, Any], directories: Path, sender: str) -> None:
     sent = [answer["published"][sender] for answer in told["answers"]]
     expected = _tensors(directories / told["name"] / "policy")
+    if told["name"] == "glm5_shared_indexers":  # an engine has no layer of multi-token prediction
+        expected = {name: tensor for name, tensor in expected.items() if ".layers.3." not in name}
     assert sorted(name for of_rank in sent for name in of_rank) == sorted(expected)
     assert sender == "direct" or not any(sent[1:])
     for name, tensor in (item for of_rank in sent for item in of_rank.items()):
@@ -175,7 +178,8 @@ def test_bfloat16_round_trip_and_a_critic_from_a_policy(directories: Path, tmp_p
         "lm_head.weight",
         "value_head.weight",
     }
-    assert {name.split(".")[2] for name in differing if ".layers." in name} == {"0", "1", "2", "3"}
+    carried_in = {"3"} if SPARSE_ATTENTION else {"0", "1", "2", "3"}
+    assert {name.split(".")[2] for name in differing if ".layers." in name} == carried_in
     assert critic["model.layers.1.mlp.gate.e_score_correction_bias"].dtype is torch.float32
     assert not critic["value_head.weight"].any()
     assert critic["value_head.weight"].dtype is torch.float32

@@ -118,7 +118,7 @@ def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int 
 
 
 def is_sparse(config: TransformerConfig) -> bool:
-    return config.experimental_attention_variant == "dsa"
+    return bool(config.experimental_attention_variant == "dsa")
 
 
 def takes_packed_rows(config: TransformerConfig, platform: Platform) -> bool:
