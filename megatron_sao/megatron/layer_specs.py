@@ -87,7 +87,8 @@ class LatentCoreAttention(DotProductAttention):
 def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
     """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`.
 
-    The local spec gets our norm, and for latent attention a core and down projections that every rank has whole.
+    The local spec gets our norm, and for latent attention a core and down projections that every rank has whole; for
+    sparse attention all that Megatron's own has, out of local modules.
 
     Megatron's own local spec cuts the down projections' outputs over tensor-parallel ranks. Then the gradient of the
     rotated part of the keys, which every rank computes from its own heads, is never summed.
