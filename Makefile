@@ -10,8 +10,8 @@ MEGATRON_PYTHON ?= python3.12
 MEGATRON_VENV := .venv-megatron-$(MEGATRON)
 MEGATRON_PINS := requirements/megatron.txt requirements/cpu.txt pyproject.toml
 MEGATRON_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	platform mapping model_directories freeze logprobs megatron_layouts training deterministic roles sync_send \
-	publish_direct publish_deadlines))
+	platform mapping model_directories model_families carried_tensors freeze logprobs rows megatron_layouts \
+	router_replay memory training deterministic roles sync_send publish_direct publish_deadlines))
 
 .PHONY: setup check test test-megatron quickstart clean
 

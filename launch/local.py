@@ -123,11 +123,17 @@ def _router(config: Config) -> RouterShape | None:
     return RouterShape.of(hf_fields(Path(config.model.path)))
 
 
+def _computes_sparse() -> bool:
+    from megatron_sao.megatron.platform import SPARSE_ATTENTION  # here: it takes seconds, and few models ask
+
+    return SPARSE_ATTENTION
+
+
 def check(config: Config) -> Placement:
     """What can be seen before anything is written or started. Raises ValueError."""
     path = config.model.path
     if not (Path(path) / "config.json").is_file():
         raise ValueError(f"model.path = {path!r} is not a model directory: it has no config.json")
-    check_sequence_length(config, max_exact_tokens(hf_fields(Path(path))))
+    check_sequence_length(config, max_exact_tokens(hf_fields(Path(path))), computes_sparse=_computes_sparse)
     _router(config)
     return place(config, visible_devices())

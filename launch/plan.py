@@ -101,7 +101,7 @@ def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
     """
     config = load(path, overrides)
     hf = read_hf_config(model_directory(config, path.parent))
-    check_sequence_length(config, max_exact_tokens(hf.raw))
+    check_sequence_length(config, max_exact_tokens(hf.raw), computes_sparse=lambda: hf.computes_sparse)
     return make_plan(config, hf)
 
 

@@ -15,6 +15,7 @@ from megatron_sao.megatron.logprobs import vocab_parallel_logprobs
 from megatron_sao.megatron.mapping import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
 from megatron_sao.megatron.optimizer import wrap
+from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.sync.plan import make_plan
 from megatron_sao.sync.source import MegatronSource
 
@@ -99,9 +100,9 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
     return gather(model, place, names)
 
 
-def published(model: Model, place: parallel.Parallel, *, direct: bool) -> dict[str, Tensor]:
-    """What this rank would send in a full publish."""
-    source = MegatronSource(model, place)
+def published(model: Model, place: parallel.Parallel, directory: Path, *, direct: bool) -> dict[str, Tensor]:
+    """What this rank would send in a full publish of the policy that was loaded from `directory`."""
+    source = MegatronSource(model, place, carried_tensors(directory))
     sent: dict[str, Tensor] = {}
     for bucket in make_plan(source.tensors(), bucket_bytes=20_000, full=True, direct=direct).buckets:
         places = {spec.name: torch.full(spec.shape, torch.nan) for spec in bucket.tensors}
@@ -129,7 +130,9 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
         "logits": forward(policy, packed, machine),
         "alone": [logits[:length] for logits, length in alone if logits is not None],
         "values": forward(critic, packed, machine),
-        "published": {sender: published(policy, place, direct=sender == "direct") for sender in ("gather", "direct")},
+        "published": {
+            sender: published(policy, place, policy_dir, direct=sender == "direct") for sender in ("gather", "direct")
+        },
     }
     freeze(critic, place, CRITIC_FREEZE)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)

@@ -1,18 +1,23 @@
 """Real models' config.json files: read whole, counted to the unit, and refused where something would be ignored."""
 
+import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_sao.megatron.layer_specs import attention_of
+from megatron_sao.megatron.freeze import frozen_hf_names
+from megatron_sao.megatron.layer_specs import Attention, attention_of
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.count import num_parameters
+from megatron_sao.megatron.mapping.glm_moe_dsa import sharing_schedule
 from megatron_sao.megatron.mapping.hf_config import HFConfig, parse
 from megatron_sao.megatron.mapping.rope import Rope, Yarn
 from megatron_sao.megatron.mapping.table import bind, carried
+from megatron_sao.megatron.platform import SPARSE_ATTENTION
 
 ROOT = Path(__file__).parent.parent
 FILES = {path.stem: path for path in (ROOT / "tests" / "model_configs").glob("*.json")}
@@ -62,8 +67,29 @@ def test_what_the_files_say_of_the_computation() -> None:
     yarn = Yarn(factor=40, original_max_positions=4096, beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0)
     assert deepseek.rope == Rope(theta=1e4, yarn=yarn)
     assert (deepseek.num_router_groups, deepseek.groups_per_token, deepseek.quantization) == (8, 4, "fp8")
-    assert attention_of(glm5).max_exact_tokens == 2048
+    dense = dataclasses.replace(glm5, computes_sparse=False)
+    assert attention_of(dense) == Attention(kind="latent, dense for sparse", max_exact_tokens=2048)
+    sparse = dataclasses.replace(glm5, computes_sparse=True)
+    assert attention_of(sparse) == Attention(kind="sparse (DSA)", max_exact_tokens=None)
+    assert attention_of(glm5) == attention_of(sparse if SPARSE_ATTENTION else dense)
     assert [attention_of(each).max_exact_tokens for each in (air, deepseek)] == [None, None]
+
+
+def test_an_indexer_is_in_the_model_or_carried_and_counts_the_same() -> None:
+    """21 of GLM-5.2's layers have one: the file's own schedule, which Megatron takes as two numbers."""
+    glm5 = read("GLM-5.2")
+    dense, sparse = (dataclasses.replace(glm5, computes_sparse=computes) for computes in (False, True))
+    counts = [num_parameters(each) for each in (dense, sparse)]
+    assert counts[0].total == counts[1].total == counts[1].in_model
+    assert counts[0].mtp == counts[1].mtp
+    bindings = [binding for binding in bind(ARCHITECTURES[glm5.architecture], sparse, 8) if binding.is_constant]
+    assert len(bindings) == 21 * 5
+    assert sum(math.prod(shape) for b in bindings for shape in b.hf_shapes) == counts[1].in_model - counts[0].in_model
+    assert frozen_hf_names(bindings, ()) == {name for binding in bindings for name in binding.hf_names}
+    assert sharing_schedule(glm5.has_indexer) == (glm5.raw["index_topk_freq"], glm5.raw["index_skip_topk_offset"])
+    assert sharing_schedule(read("GLM-5").has_indexer)[0] == 1
+    with pytest.raises(ValueError, match=re.escape("the layers [0, 2, 5] have an indexer of their own")):
+        sharing_schedule([True, False, True, False, False, True])
 
 
 def test_forms_of_different_releases_are_the_same_model() -> None:

@@ -90,15 +90,29 @@ def test_the_interleaved_schedule_gets_a_multiple_of_the_pipeline_size(shard: Sh
 
 @pytest.mark.parametrize(("num_layers", "num_stages"), [(61, 4), (94, 8), (2, 2), (7, 1), (5, 3)])
 def test_stages_share_the_layers_out_as_evenly_as_they_can(num_layers: int, num_stages: int) -> None:
-    stages = stage_layers(num_layers, num_stages)
+    may_start = (True,) * num_layers
+    stages = stage_layers(may_start, num_stages)
     assert [layer for stage in stages for layer in stage] == list(range(num_layers))
     assert len(stages) == num_stages
     sizes = [len(stage) for stage in stages]
     assert max(sizes) - min(sizes) <= 1
     assert sizes[-1] == min(sizes)
-    assert all(layer in stages[stage_of(layer, num_layers, num_stages)] for layer in range(num_layers))
+    assert all(layer in stages[stage_of(layer, may_start, num_stages)] for layer in range(num_layers))
 
 
-def test_fewer_layers_than_stages_are_refused() -> None:
+@pytest.mark.parametrize(("num_stages", "longest"), [(1, 78), (4, 20), (8, 12), (16, 8), (21, 4)])
+def test_stages_start_only_where_they_may(num_stages: int, longest: int) -> None:
+    """GLM-5.2's layers with an indexer of their own: 0, 1, 2, 6, 10, ... 74."""
+    may_start = tuple(layer < 2 or layer % 4 == 2 for layer in range(78))
+    stages = stage_layers(may_start, num_stages)
+    assert [layer for stage in stages for layer in stage] == list(range(78))
+    assert len(stages) == num_stages
+    assert all(may_start[stage.start] for stage in stages)
+    assert max(map(len, stages)) == longest
+
+
+def test_more_stages_than_layers_that_one_may_start_with_are_refused() -> None:
     with pytest.raises(ValueError, match=r"= 8 stages, but the model has 6 layers.*at most 6"):
-        stage_layers(6, 8)
+        stage_layers((True,) * 6, 8)
+    with pytest.raises(ValueError, match=r"= 3 stages, but the model has 4 layers.*at most 2 stages"):
+        stage_layers((True, False, True, False), 3)

@@ -22,6 +22,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from megatron_sao.megatron.platform import SPARSE_ATTENTION
+
 Arch = Literal["qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "glm_moe_dsa"]
 VOCAB_SIZE = 320
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -77,7 +79,7 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
-_DSA = {"index_topk": 64, "index_n_heads": 2, "index_head_dim": 24}
+_DSA = {"index_topk": 64, "index_n_heads": 32, "index_head_dim": 24}
 _MOE = {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
 
@@ -136,7 +138,8 @@ def make_tiny_critic(path: Path | str, policy: Path | str, *, seed: int = 0) -> 
     tensors = load_file(directory / "model.safetensors")
     tensors.pop("lm_head.weight", None)
     num_layers = json.loads((directory / "config.json").read_text())["num_hidden_layers"]
-    beside = [name for name in tensors if ".indexer." in name or f".layers.{num_layers}." in name]
+    beside = [name for name in tensors if f".layers.{num_layers}." in name]
+    beside += [name for name in tensors if ".indexer." in name and name not in beside and not SPARSE_ATTENTION]
     for name in beside:
         del tensors[name]
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})

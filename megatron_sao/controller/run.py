@@ -282,11 +282,12 @@ def max_exact_tokens(hf: Mapping[str, Any]) -> int | None:
     return None if limit is None else int(limit)
 
 
-def check_sequence_length(config: Config, limit: int | None) -> None:
-    """Raises ValueError: the configuration allows sequences above `limit`, and does not say that an approximation is
-    wanted."""
+def check_sequence_length(config: Config, limit: int | None, *, computes_sparse: Callable[[], bool]) -> None:
+    """Raises ValueError: the configuration allows sequences above `limit`, whose attention Megatron does not compute,
+    and does not say that an approximation is wanted."""
     longest = config.rollout.max_episode_tokens
-    if limit is not None and longest > limit and not config.model.approximate_sparse_attention:
+    exceeds = limit is not None and longest > limit
+    if exceeds and not (config.model.approximate_sparse_attention or computes_sparse()):
         raise ValueError(
             f"rollout.max_episode_tokens = {longest} exceeds index_topk = {limit} of {config.model.path}: Megatron's "
             "dense attention is exact up to there; lower it, or set model.approximate_sparse_attention = true"

@@ -2,6 +2,7 @@
 
 Counted per token and layer from what autograd saves in Megatron-core 0.16.1: with the local spec as measured on a CPU
 (attention scores are quadratic there), with Transformer Engine's as read in its source and in Megatron's (not run).
+Sparse attention likewise, in 0.19.2.
 """
 
 from dataclasses import dataclass
@@ -61,11 +62,12 @@ class _Layer:
     kept: int  # saved by autograd
     scores: int  # of that, what selective recomputation does without
     working: int  # temporaries, in the forward or backward of the layer
+    choice: int = 0  # of the tokens that a sparse attention sees: kept for later layers, whatever is recomputed
 
 
 def activations(hf: HFConfig, way: Pass, chunks: tuple[range, ...], pipeline_rank: int) -> Activations:
     """Of a rank that holds the layers of `chunks` (one range without virtual stages)."""
-    layers = [_layer(hf, way, hf.is_moe_layer[layer]) for chunk in chunks for layer in chunk]
+    layers = [_layer(hf, way, layer) for chunk in chunks for layer in chunk]
     stream = hf.hidden_size * way.item_bytes * way.shard
     kept = sum(_kept(layer, way, stream) for layer in layers) * _in_flight(way.layout, pipeline_rank)
     is_last = pipeline_rank == way.layout.pipeline - 1
@@ -77,7 +79,7 @@ def activations(hf: HFConfig, way: Pass, chunks: tuple[range, ...], pipeline_ran
 
 
 def _kept(layer: _Layer, way: Pass, stream: int) -> int:
-    return {"none": layer.kept, "selective": layer.kept - layer.scores, "full": stream}[way.recompute]
+    return {"none": layer.kept, "selective": layer.kept - layer.scores, "full": stream}[way.recompute] + layer.choice
 
 
 def _at_work(layer: _Layer, way: Pass) -> int:
@@ -97,14 +99,18 @@ def _in_flight(layout: LayoutConfig, pipeline_rank: int) -> float:
     return (2 * behind + (chunks - 1) * layout.pipeline + 1) / chunks
 
 
-def _layer(hf: HFConfig, way: Pass, is_moe: bool) -> _Layer:
-    attention = _te_attention(hf, way) if way.transformer_engine else _local_attention(hf, way)
-    mlp = _experts(hf, way) if is_moe else _mlp(way, hf.ffn_size)
+def _layer(hf: HFConfig, way: Pass, layer: int) -> _Layer:
+    if hf.computes_sparse:
+        attention = _sparse_attention(hf, way, has_indexer=hf.has_indexer[layer])
+    else:
+        attention = _te_attention(hf, way) if way.transformer_engine else _local_attention(hf, way)
+    mlp = _experts(hf, way) if hf.is_moe_layer[layer] else _mlp(way, hf.ffn_size)
     norms = _norms(hf, way)
     return _Layer(
         kept=attention.kept + mlp.kept + norms,
         scores=attention.scores,
         working=max(attention.working - mlp.kept, mlp.working),  # the backward is through with one before the other
+        choice=attention.choice,
     )
 
 
@@ -155,6 +161,27 @@ def _local_attention(hf: HFConfig, way: Pass) -> _Layer:
     return _Layer(kept=kept, scores=scores, working=pairs * (12 if is_float32 else 8))
 
 
+def _sparse_attention(hf: HFConfig, way: Pass, *, has_indexer: bool) -> _Layer:
+    """Queries before and after the keys' up projection is multiplied in, their output before and after the values'.
+
+    With Transformer Engine fused kernels are assumed (`Platform.sparse_kernels`). Without: keys and values repeated for
+    each head, three copies and masks of the scores, and the indexer's scores, of which every tensor rank has all.
+    """
+    b, heads, latent = way.item_bytes, hf.num_heads // way.layout.tensor, hf.kv_lora_rank
+    query, key = hf.nope_head_dim + hf.rope_head_dim, latent + hf.rope_head_dim
+    kept = way.row * (heads * (query + key + latent + hf.value_head_dim) + key) * b + way.shard * _widths(hf).latent * b
+    choice = way.row * min(hf.index_topk, way.max_tokens) * 8 * has_indexer
+    if way.transformer_engine:
+        gradients = way.row * heads * (query + key + latent) * b
+        return _Layer(kept=kept + way.row * heads * 2 * _FLOAT32, scores=0, working=gradients, choice=choice)
+    pairs = way.row * way.row
+    scores = pairs * heads * (15 if b == _FLOAT32 else 13)
+    indexer = 2 * pairs * hf.index_num_heads * _FLOAT32 * has_indexer
+    repeated = way.row * heads * (key * _FLOAT32 + latent * b)
+    working = max(pairs * heads * 12, indexer)
+    return _Layer(kept=kept + scores + repeated, scores=scores + repeated, working=working, choice=choice)
+
+
 def _experts(hf: HFConfig, way: Pass) -> _Layer:
     """k copies of a token, sorted; in an expert of width f as in `_mlp`, and the product times the router's weight."""
     k, b, f = hf.experts_per_token, way.item_bytes, hf.expert_ffn_size // way.layout.expert_tensor
@@ -180,4 +207,4 @@ def _logits(hf: HFConfig, way: Pass) -> int:
 def _once(hf: HFConfig, way: Pass) -> int:
     """Without Transformer Engine, for all layers: a mask of one byte a pair, and Megatron's buffer for the scores."""
     heads = hf.num_heads // way.layout.tensor
-    return 0 if way.transformer_engine else way.row * way.row * (1 + heads * way.item_bytes)
+    return 0 if way.transformer_engine or hf.computes_sparse else way.row * way.row * (1 + heads * way.item_bytes)

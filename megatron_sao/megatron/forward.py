@@ -20,7 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megatron_sao.megatron.layer_specs import attention_inputs
+from megatron_sao.megatron.layer_specs import attention_inputs, takes_packed_rows
 from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
@@ -207,7 +207,7 @@ def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
     device = row.token_ids_B.device
     lengths = torch.tensor(row.lengths, device=device)
     segments = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # of the whole row
-    mask, packed = attention_inputs(segments, platform)
+    mask, packed = attention_inputs(segments, packed=takes_packed_rows(model.config, platform))
     if packed is not None and model.config.context_parallel_size > 1:  # its attention asks for both
         packed = dataclasses.replace(
             packed, cu_seqlens_q_padded=packed.cu_seqlens_q, cu_seqlens_kv_padded=packed.cu_seqlens_kv

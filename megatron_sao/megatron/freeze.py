@@ -34,24 +34,32 @@ class FreezeReport:
 
 
 def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> FreezeReport:
-    """Freeze every parameter whose HF name matches a pattern (`*.self_attn.*`), train all others. Same on all ranks.
+    """Freeze every parameter whose HF name matches a pattern (`*.self_attn.*`) and those that are never trained, train
+    all others. Same on all ranks.
 
     Raises:
         ValueError: a pattern that matches nothing, nothing left to train, or a Megatron tensor (such as the fused
             query, key and value) of which one HF part is frozen and another trained.
     """
     tensors = [tensor for tensor in hf_tensors(model, parallel) if not tensor.is_buffer]  # no parameters
-    frozen = matching_names([tensor.name for tensor in tensors], patterns)
+    frozen = frozen_hf_names(bindings_of(model, parallel), patterns)
     if len(frozen) == len(tensors):
         raise ValueError(f"the freeze patterns {list(patterns)} leave nothing to train: freeze less")
-    bindings = bindings_of(model, parallel)
-    check_whole(bindings, frozen)
     _apply(model, parallel, frozen)
     model.frozen_hf_names = frozen
     return _report(tensors, frozen)
 
 
-def matching_names(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
+def frozen_hf_names(bindings: Sequence[Binding], patterns: Sequence[str]) -> frozenset[str]:
+    """HF names of the parameters that are never trained, and of those that match. Raises ValueError as `freeze`."""
+    parameters = [binding for binding in bindings if not binding.is_buffer]
+    frozen = _matching_names([name for binding in parameters for name in binding.hf_names], patterns)
+    frozen |= {name for binding in parameters if binding.is_constant for name in binding.hf_names}
+    _check_whole(bindings, frozen)
+    return frozen
+
+
+def _matching_names(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
     empty = [pattern for pattern, found in matches.items() if not found]
     if empty:
@@ -70,7 +78,7 @@ def _examples(names: Sequence[str]) -> list[str]:
     return [*outside, *first_layer]
 
 
-def check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
+def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
     for binding in bindings:
         cold = [name for name in binding.hf_names if name in frozen]
         if cold and len(cold) < len(binding.hf_names):

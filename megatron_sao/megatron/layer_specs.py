@@ -1,10 +1,16 @@
 """Layer specs for the two platforms, and what keeps the sequences of a packed row apart in their attention."""
 
+import copy
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+    get_dsa_module_spec_for_backend,
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
@@ -20,7 +26,7 @@ from megatron_sao.megatron.platform import Platform
 class Attention:
     """Which attention Megatron computes for a model."""
 
-    kind: Literal["grouped-query", "latent", "latent, dense for sparse"]
+    kind: Literal["grouped-query", "latent", "latent, dense for sparse", "sparse (DSA)"]
     max_exact_tokens: int | None  # longer sequences are not computed as the checkpoint's model would; None: all are
 
 
@@ -29,8 +35,9 @@ def attention_of(hf: HFConfig) -> Attention:
 
     A sparse attention (DSA) of `index_topk` tokens is dense up to that length. Megatron-core 0.16.1 has classes for it
     but no spec that builds them, no layers that share a choice, and an indexer that sees other latents than GLM's.
-    Later releases up to 0.19 have not been tried with GLM's; whoever does so decides here.
     """
+    if hf.computes_sparse:
+        return Attention(kind="sparse (DSA)", max_exact_tokens=None)
     if hf.index_topk:
         return Attention(kind="latent, dense for sparse", max_exact_tokens=hf.index_topk)
     return Attention(kind="latent" if hf.kv_lora_rank else "grouped-query", max_exact_tokens=None)
@@ -49,6 +56,23 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (x.shape[-1],), None, self.eps).to(x.dtype) * self.weight
 
 
+class LayerNorm(nn.LayerNorm):
+    """Of an indexer's keys, for the local layer spec."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps, dtype=config.params_dtype)
+
+
+class SparseBackend(LocalSpecProvider):
+    """What Megatron's local modules lack for sparse attention."""
+
+    def linear(self) -> type:
+        return Linear  # type: ignore[no-any-return]
+
+    def layer_norm(self, rms_norm: bool = False, **_: Any) -> type:
+        return RMSNorm if rms_norm else LayerNorm
+
+
 class LatentCoreAttention(DotProductAttention):
     """Megatron's local attention, which takes heads with values of another size, if it is not told so.
 
@@ -63,20 +87,28 @@ class LatentCoreAttention(DotProductAttention):
 def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
     """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`.
 
-    The local spec gets our norm, and for latent attention a core and down projections that every rank has whole.
+    The local spec gets our norm, and for latent attention a core and down projections that every rank has whole; for
+    sparse attention all that Megatron's own has, out of local modules.
 
     Megatron's own local spec cuts the down projections' outputs over tensor-parallel ranks. Then the gradient of the
     rotated part of the keys, which every rank computes from its own heads, is never summed.
     """
+    sparse = is_sparse(config)
+    if platform.transformer_engine and sparse:
+        return get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage=vp_stage)
+    dense = copy.copy(config)
+    dense.experimental_attention_variant = None
     specs = get_gpt_decoder_block_spec(
-        config, platform.transformer_engine, normalization=config.normalization, vp_stage=vp_stage
+        dense, platform.transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
     if platform.transformer_engine:
         return specs
     for layer in specs.layer_specs:
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = RMSNorm
         attention = layer.submodules.self_attention.submodules
-        if config.multi_latent_attention:
+        if sparse:
+            layer.submodules.self_attention = get_dsa_module_spec_for_backend(config, SparseBackend())
+        elif config.multi_latent_attention:
             attention.q_layernorm = attention.kv_layernorm = RMSNorm
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
             attention.core_attention = LatentCoreAttention
@@ -86,14 +118,23 @@ def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int 
     return specs
 
 
-def attention_inputs(segment_ids: Tensor, platform: Platform) -> tuple[Tensor | None, PackedSeqParams | None]:
+def is_sparse(config: TransformerConfig) -> bool:
+    return bool(config.experimental_attention_variant == "dsa")
+
+
+def takes_packed_rows(config: TransformerConfig, platform: Platform) -> bool:
+    """Whether the attention is told the sequences' boundaries, or takes a mask. A sparse one ignores masks."""
+    return platform.transformer_engine or is_sparse(config)
+
+
+def attention_inputs(segment_ids: Tensor, *, packed: bool) -> tuple[Tensor | None, PackedSeqParams | None]:
     """What keeps the sequences of a packed row apart: `attention_mask` and `packed_seq_params` for the model's call.
 
     `segment_ids` [T]: a sequence's tokens are neighbours and share a number; padding is a sequence of its own.
-    Without Transformer Engine: a mask [1, 1, T, T], True where attention is forbidden, and None. With it: None, and
-    the sequence boundaries (format thd).
+    Not `packed`: a mask [1, 1, T, T], True where attention is forbidden, and None. Else: None, and the sequence
+    boundaries (format thd).
     """
-    if not platform.transformer_engine:
+    if not packed:
         position = torch.arange(len(segment_ids), device=segment_ids.device)
         masked = (segment_ids[:, None] != segment_ids[None, :]) | (position[:, None] < position[None, :])
         return masked[None, None], None

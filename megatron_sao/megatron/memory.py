@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
 from megatron_sao.megatron.activations import Activations, Pass, activations
-from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, check_whole, matching_names
+from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, frozen_hf_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.rows import VALUE_HEAD
@@ -65,7 +65,7 @@ def role_memory(
         ValueError: fewer layers than stages.
     """
     layout = config.layout
-    stages = stage_layers(hf.num_layers, layout.pipeline * layout.virtual_stages)
+    stages = stage_layers(hf.may_start_stage, layout.pipeline * layout.virtual_stages)
     way = Pass(
         layout=layout,
         item_bytes=ITEM_BYTES[dtype],
@@ -147,7 +147,7 @@ def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
 
 def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]:
     """What the first expert rank of each pipeline rank holds; the others hold as much. Tied embeddings twice."""
-    stages = stage_layers(hf.num_layers, layout.pipeline * layout.virtual_stages)
+    stages = stage_layers(hf.may_start_stage, layout.pipeline * layout.virtual_stages)
     rank_of = {layer: stage % layout.pipeline for stage, layers in enumerate(stages) for layer in layers}
     held: list[list[Binding]] = [[] for _ in range(layout.pipeline)]
     bindings = bind(ARCHITECTURES[hf.architecture], hf, layout.expert)
@@ -160,16 +160,8 @@ def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]
 
 
 def frozen_names(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
-    """HF names that the globs `freeze` match.
-
-    Raises:
-        ValueError: a pattern that matches nothing, or a part of a Megatron tensor.
-    """
-    bindings = bind(ARCHITECTURES[hf.architecture], hf, 1)
-    names = [name for binding in bindings if not binding.is_buffer for name in binding.hf_names]
-    frozen = matching_names(names, freeze)
-    check_whole(bindings, frozen)
-    return frozen
+    """HF names of what is not trained. Raises ValueError: a pattern that matches nothing, or a part of a tensor."""
+    return frozen_hf_names(bind(ARCHITECTURES[hf.architecture], hf, 1), freeze)
 
 
 def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, frozen: Collection[str]) -> dict[str, int]:
@@ -180,7 +172,7 @@ def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, froz
     for binding in bindings:
         numel, size = _local_numel(binding, layout), _item_bytes(binding, item_bytes)
         num_parameters += numel
-        if binding.is_buffer or binding.hf_names[0] in frozen:
+        if binding.is_buffer or binding.is_constant or binding.hf_names[0] in frozen:
             num_frozen += numel
             constant_bytes += numel * size
         else:

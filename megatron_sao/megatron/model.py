@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_sao.config import Recompute
+from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -222,7 +223,7 @@ def _build(
         num_stages=parallel.num_stages,
     )
     config = transformer_config(hf, parallel, platform, dtype=dtype, recompute=recompute)
-    layers = stage_layers(hf.num_layers, parallel.num_stages)
+    layers = stage_layers(hf.may_start_stage, parallel.num_stages)
     chunks = []
     for number, stage in enumerate(parallel.stages):
         vp_stage = number if parallel.virtual_stages > 1 else None
@@ -246,7 +247,9 @@ def _build(
         if recompute == "full" and stage == 0:
             chunk.embedding.register_forward_hook(_require_gradient)
         chunks.append(chunk.to(platform.device))
-    return Model(chunks, hf)
+    model = Model(chunks, hf)
+    freeze(model, parallel, ())  # what is never trained
+    return model
 
 
 def _mark_experts(model: nn.Module, parallel: Parallel) -> None:

@@ -63,8 +63,8 @@ class Parallel:
         """Stages whose layers this rank holds, one for each model chunk."""
         return tuple(chunk * self.pipeline_size + self.pipeline_rank for chunk in range(self.virtual_stages))
 
-    def pipeline_rank_of(self, layer: int, num_layers: int) -> int:
-        return stage_of(layer, num_layers, self.num_stages) % self.pipeline_size
+    def pipeline_rank_of(self, layer: int, may_start_stage: tuple[bool, ...]) -> int:
+        return stage_of(layer, may_start_stage, self.num_stages) % self.pipeline_size
 
     def first_rank(self, pipeline_rank: int) -> int:
         """Lowest global rank among those of a pipeline rank."""

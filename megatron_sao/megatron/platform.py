@@ -5,21 +5,36 @@ With CUDA it changes nothing, but for what Megatron-core lacks where Transformer
 """
 
 import contextlib
+import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import megatron.core.post_training.modelopt.layers as whole_layers
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+import megatron.core.utils as megatron_utils
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 _CPU = torch.device("cpu")
+_ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"  # not in every version
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _installed: list["Platform"] = []
+_OPTIONS_OF_GLM_DSA = {
+    "dsa_indexer_topk_freq",  # layers share a choice
+    "dsa_indexer_skip_topk_offset",
+    "dsa_indexer_rope_interleaved",
+    "dsa_indexer_rotate_activation",
+    "dsa_indexer_k_norm_epsilon",
+    "dsa_kernel_backend",
+}
+SPARSE_ATTENTION: Final = {option.name for option in dataclasses.fields(TransformerConfig)} >= _OPTIONS_OF_GLM_DSA
+"""Whether the installed Megatron-core computes GLM's sparse attention (DSA): 0.16.1 has another one."""
+SparseKernels = Literal["none", "tilelang", "cudnn"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +45,7 @@ class Platform:
     backend: Literal["gloo", "nccl"]
     transformer_engine: bool  # the layer spec: Transformer Engine's, or Megatron-core's local one
     fused_weight_gradients: bool  # Apex's kernel that adds weight gradients to the float32 buffer
+    sparse_kernels: SparseKernels = "none"  # for sparse attention; none: scores of all pairs, in float32
 
 
 def install() -> Platform:
@@ -48,7 +64,17 @@ def _cuda_platform() -> Platform:
         backend="nccl",
         transformer_engine=has_transformer_engine,
         fused_weight_gradients=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        sparse_kernels=_sparse_kernels(),
     )
+
+
+def _sparse_kernels() -> SparseKernels:
+    """Those whose packages are all there, by Megatron's own account."""
+    if SPARSE_ATTENTION and not megatron_utils._missing_cudnn_dsa_kernel_dependencies():
+        return "cudnn"
+    if SPARSE_ATTENTION and not megatron_utils._missing_tilelang_dsa_kernel_dependencies():
+        return "tilelang"
+    return "none"
 
 
 def _cpu_platform() -> Platform:
@@ -153,8 +179,12 @@ def _complete_megatron() -> None:
     if not hasattr(moe_utils, "te_general_gemm"):  # named without Transformer Engine, but defined only with it
         moe_utils.te_general_gemm = None
     multi_latent_attention.HAVE_TE = False  # true whenever its names can be imported; isinstance() of them then fails
-    if multi_latent_attention.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
-        multi_latent_attention.Linear = whole_layers.Linear
+    latent_modules = [multi_latent_attention]
+    if SPARSE_ATTENTION:
+        latent_modules.append(importlib.import_module(_ABSORBED))
+    for module in latent_modules:
+        if module.Linear is None:  # 0.17 and newer know it only beside Transformer Engine
+            module.Linear = whole_layers.Linear
 
 
 def _splits_as_numpy(value: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:

@@ -23,7 +23,7 @@ def check_sizes(hf: HFConfig, *, tensor: int, expert: int = 1, expert_tensor: in
             raise ValueError(f"{name} = {count}, but {hf.architecture} has no experts: {name} = 1 is the only choice")
     _check_divides("expert", expert, "experts", hf.num_experts)
     _check_divides("expert_tensor", expert_tensor, "experts' feed-forward size", hf.expert_ffn_size)
-    stage_layers(hf.num_layers, num_stages)
+    stage_layers(hf.may_start_stage, num_stages)
 
 
 def _check_divides(name: str, count: int, what: str, size: int) -> None:

@@ -4,31 +4,45 @@ Stage s is chunk s // pipeline of pipeline rank s % pipeline: with virtual stage
 """
 
 import functools
+import itertools
 
 
 @functools.cache
-def stage_layers(num_layers: int, num_stages: int) -> tuple[range, ...]:
+def stage_layers(may_start: tuple[bool, ...], num_stages: int) -> tuple[range, ...]:
     """Layers of each stage in their order, as even as can be; the first stages take what is over.
 
-    The last stage also has the output layer, so it is never among the longer ones, unless all are equal.
+    `may_start` [num_layers]: whether a stage may start with the layer. Where every one may, the last stage, which also
+    has the output layer, is never among the longer ones, unless all are equal.
 
     Raises:
-        ValueError: fewer layers than stages.
+        ValueError: fewer such layers than stages.
 
-    >>> stage_layers(5, 2)
+    >>> stage_layers((True,) * 5, 2)
+    (range(0, 3), range(3, 5))
+    >>> stage_layers((True, False, False, True, True), 2)
     (range(0, 3), range(3, 5))
     """
-    if num_layers < num_stages:
+    starts = [layer for layer, may in enumerate(may_start) if may]
+    if len(starts) < num_stages:
         raise ValueError(
-            f"pipeline * virtual_stages = {num_stages} stages, but the model has {num_layers} layers: a stage needs a "
-            f"layer, so at most {num_layers} stages"
+            f"pipeline * virtual_stages = {num_stages} stages, but the model has {len(may_start)} layers, and a stage "
+            f"can start with {len(starts)} of them: so at most {len(starts)} stages"
         )
-    each, over = divmod(num_layers, num_stages)
-    starts = [stage * each + min(stage, over) for stage in range(num_stages + 1)]
-    return tuple(range(start, end) for start, end in zip(starts[:-1], starts[1:], strict=True))
+    # best[start]: the stages from there to the end; of all, even ones have the smallest sum of squares
+    best: dict[int, tuple[int, list[int]]] = {len(may_start): (0, [])}  # that sum, and their lengths negated
+    for _ in range(num_stages):
+        best = {
+            start: min(
+                (cost + (end - start) ** 2, [start - end, *rest]) for end, (cost, rest) in best.items() if end > start
+            )
+            for start in starts
+            if start < max(best)
+        }
+    bounds = list(itertools.accumulate((-length for length in best[0][1]), initial=0))
+    return tuple(range(start, end) for start, end in itertools.pairwise(bounds))
 
 
 @functools.cache
-def stage_of(layer: int, num_layers: int, num_stages: int) -> int:
+def stage_of(layer: int, may_start: tuple[bool, ...], num_stages: int) -> int:
     """The stage that holds the layer."""
-    return next(s for s, layers in enumerate(stage_layers(num_layers, num_stages)) if layer in layers)
+    return next(s for s, layers in enumerate(stage_layers(may_start, num_stages)) if layer in layers)

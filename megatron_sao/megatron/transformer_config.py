@@ -31,6 +31,8 @@ def transformer_config(
     if hf.num_experts:
         options |= _moe_options(hf, platform)
     options["apply_rope_fusion"] = platform.transformer_engine and not hf.kv_lora_rank  # latent: an experiment
+    if hf.computes_sparse:
+        options["dsa_kernel_backend"] = platform.sparse_kernels
     options |= _pipeline_options(hf, parallel)
     if recompute == "selective":
         options |= {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
@@ -71,7 +73,7 @@ def _pipeline_options(hf: HFConfig, parallel: Parallel) -> dict[str, Any]:
     ranks both neighbours are the same rank, and a message of one batch could be taken for another."""
     if parallel.pipeline_size == 1:
         return {}
-    stages = [["decoder"] * len(layers) for layers in stage_layers(hf.num_layers, parallel.num_stages)]
+    stages = [["decoder"] * len(layers) for layers in stage_layers(hf.may_start_stage, parallel.num_stages)]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     interleaved = parallel.virtual_stages > 1

@@ -13,7 +13,7 @@ from megatron_sao.channel import Answer, Command, Describe, DropBatch, Export, L
 from megatron_sao.data.routed_experts import ExpertReader
 from megatron_sao.megatron.checkpoint import export
 from megatron_sao.megatron.freeze import FreezeReport
-from megatron_sao.megatron.layer_specs import attention_of
+from megatron_sao.megatron.layer_specs import attention_of, is_sparse
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer
 from megatron_sao.megatron.transformer_config import fused
@@ -85,7 +85,8 @@ class TrainedRole:
         """Which code paths are in use, and how large things are. The first lines of a run's log."""
         parallel, platform = self.trainer.parallel, self.trainer.platform
         model, te = self.trainer.model, platform.transformer_engine
-        attention, rows = attention_of(model.hf_config), "packed rows (thd)" if te else "a block-diagonal causal mask"
+        rows = "packed rows (thd)" if te else "a block-diagonal causal mask"
+        sparse, attention = is_sparse(model.config), attention_of(model.hf_config)
         approximates = attention.max_exact_tokens is not None and model.chunks[0].max_tokens is None
         names = ("tensor", "context", "expert", "expert_tensor", "expert_data", "pipeline", "data")
         sizes = {name: getattr(parallel, f"{name}_size") for name in names}
@@ -98,8 +99,8 @@ class TrainedRole:
             "device": platform.device.type,
             "backend": platform.backend,
             "layer_spec": "transformer_engine" if te else "local",
-            "attention": f"{attention.kind} with {rows}",
-            "approximate_sparse_attention": approximates,
+            "attention": attention.kind if sparse else f"{attention.kind} with {rows}",
+            "approximate_sparse_attention": approximates and not sparse,
             "optimizer": self.trainer.optimizer.kind,
             "overlap": model.wrapped[0].ddp_config.overlap_grad_reduce,
             "recompute": model.config.recompute_granularity or "none",

@@ -42,7 +42,7 @@ class Prepared:
             return torch.from_numpy(array).to(platform.device)
 
         self.token_ids, self.positions = tensor(row.token_ids_B)[None], tensor(row.positions_B)[None]
-        self.mask, self.packed = attention_inputs(tensor(row.segments_B), platform)
+        self.mask, self.packed = attention_inputs(tensor(row.segments_B), packed=platform.transformer_engine)
         actions = tensor(row.actions_a)
         self.states, self.targets = actions - 1, self.token_ids[0, actions]
         self.num_actions = torch.tensor(len(actions), dtype=torch.int, device=platform.device)

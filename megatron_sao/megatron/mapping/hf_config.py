@@ -45,6 +45,7 @@ class HFConfig:
     index_num_heads: int = 0
     index_head_dim: int = 0
     has_indexer: tuple[bool, ...] = ()  # [num_layers]
+    computes_sparse: bool = False  # Megatron does so here; else it computes dense attention, and carries the indexers
     # experts
     num_experts: int = 0  # 0: no layer has experts
     expert_ffn_size: int = 0
@@ -56,6 +57,11 @@ class HFConfig:
     groups_per_token: int = 1  # the chosen experts lie in so many groups
     num_mtp_layers: int = 0  # multi-token prediction, after the last layer: on disk, not in the model
     raw: Mapping[str, Any] = field(compare=False, repr=False)  # the file
+
+    @property
+    def may_start_stage(self) -> tuple[bool, ...]:
+        """[num_layers] Megatron hands no indexer's choice from one pipeline stage to the next."""
+        return self.has_indexer if self.computes_sparse else (True,) * self.num_layers
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -46,6 +46,16 @@ def _gate_up(scope: Scope, prefix: str, size: str, *megatron: str) -> TensorKind
     return TensorKind(scope=scope, hf=hf, megatron=megatron, layout=FusedGateUp())
 
 
+def _indexer(name: str, dims: Dims, megatron: str) -> TensorKind:
+    return TensorKind(
+        scope="indexer_layer",
+        hf=((f"{_ATTENTION}indexer.{name}", dims),),
+        megatron=(f"{_SELF}core_attention.indexer.{megatron}",),
+        layout=_COPIES,
+        is_constant=True,
+    )
+
+
 def _qkv(end: str, dims: Dims, presence: Presence = "always") -> TensorKind:
     hf = tuple(
         (f"{_ATTENTION}{part}_proj.{end}", (size, *dims)) for part, size in (("q", "q"), ("k", "kv"), ("v", "kv"))
@@ -127,12 +137,12 @@ LATENT_ATTENTION = (
     ),
 )
 
-INDEXER = (
-    _row("indexer_layer", _ATTENTION + "indexer.wq_b.weight", ("index_q", "q_lora")),
-    _row("indexer_layer", _ATTENTION + "indexer.wk.weight", ("index_head", "hidden")),
-    _row("indexer_layer", _ATTENTION + "indexer.k_norm.weight", ("index_head",)),
-    _row("indexer_layer", _ATTENTION + "indexer.k_norm.bias", ("index_head",)),
-    _row("indexer_layer", _ATTENTION + "indexer.weights_proj.weight", ("index_heads", "hidden")),
+INDEXER = (  # a choice of tokens has no gradient
+    _indexer("wq_b.weight", ("index_q", "q_lora"), "linear_wq_b.weight"),
+    _indexer("wk.weight", ("index_head", "hidden"), "linear_wk.weight"),
+    _indexer("k_norm.weight", ("index_head",), "k_norm.weight"),
+    _indexer("k_norm.bias", ("index_head",), "k_norm.bias"),
+    _indexer("weights_proj.weight", ("index_heads", "hidden"), "linear_weights_proj.weight"),
 )
 
 MLP_NORM = (

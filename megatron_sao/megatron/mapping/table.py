@@ -114,6 +114,7 @@ class TensorKind:
     layout: Layout
     presence: Presence = "always"
     is_buffer: bool = False  # float32 in every model, and not trained
+    is_constant: bool = False  # a parameter that is never trained
     joined: bool = False  # to the row before: SGLang fuses the two, and forgets the first one when a load ends
 
 
@@ -138,7 +139,8 @@ class Binding:
     layer: int  # in whose pipeline stage it lies: before the layers with the first, after them with the last
     expert_rank: int | None  # owner within an expert-parallel group; None: not an expert
     is_buffer: bool
-    joined: bool  # see TensorKind
+    is_constant: bool  # these three: see TensorKind
+    joined: bool
 
     def find(self, names: Mapping[str, Any]) -> str:
         """The alternative that this rank's model has."""
@@ -166,10 +168,10 @@ def _bind(_: str, tensors: tuple[TensorKind, ...], config: HFConfig, expert_size
 
 def _bind_layer(kinds: Sequence[TensorKind], config: HFConfig, expert_size: int, layer: int) -> list[Binding]:
     is_moe = config.is_moe_layer[layer]
-    skipped = "dense_layer" if is_moe else "moe_layer"
-    bindings = [
-        _binding(kind, config, expert_size, layer=layer) for kind in kinds if kind.scope not in (skipped, "expert")
-    ]
+    scopes = {"layer", "moe_layer" if is_moe else "dense_layer"}
+    if config.computes_sparse and config.has_indexer[layer]:
+        scopes.add("indexer_layer")
+    bindings = [_binding(kind, config, expert_size, layer=layer) for kind in kinds if kind.scope in scopes]
     if is_moe:
         experts = [kind for kind in kinds if kind.scope == "expert"]
         bindings += [
@@ -194,6 +196,7 @@ def _binding(
         layer=layer,
         expert_rank=None if expert is None else owner,
         is_buffer=kind.is_buffer,
+        is_constant=kind.is_constant,
         joined=kind.joined,
     )
 
@@ -221,8 +224,8 @@ class Carried:
 
 
 def carried(architecture: Architecture, config: HFConfig) -> tuple[Carried, ...]:
-    """Indexers, and the layers of multi-token prediction (an MoE layer each, with some of its own). A critic has none:
-    it predicts no token, and nobody serves it.
+    """Indexers that are not in the model, and the layers of multi-token prediction (an MoE layer each, with some of its
+    own). A critic has none: it predicts no token, and nobody serves it.
     """
     if config.role == "critic":
         return ()
@@ -231,7 +234,8 @@ def carried(architecture: Architecture, config: HFConfig) -> tuple[Carried, ...]
 
 def _carried(tensors: Sequence[TensorKind], config: HFConfig) -> Iterator[Carried]:
     scopes = {"layer", "moe_layer", "expert", "mtp_layer", *(["indexer_layer"] if config.has_indexer else [])}
-    wanted = {layer: {"indexer_layer"} for layer, own in enumerate(config.has_indexer) if own}
+    indexers = () if config.computes_sparse else config.has_indexer
+    wanted = {layer: {"indexer_layer"} for layer, own in enumerate(indexers) if own}
     wanted |= {config.num_layers + layer: scopes for layer in range(config.num_mtp_layers)}
     for layer, of_layer in wanted.items():
         for kind in (kind for kind in tensors if kind.scope in of_layer and _is_present(kind, config)):

@@ -113,7 +113,7 @@ def is_local(binding: Binding, config: HFConfig, parallel: Parallel) -> bool:
     """Whether this rank holds the tensor, a shard of it, or the last stage's copy of the tied embedding."""
     if binding.expert_rank not in (None, parallel.expert_rank):
         return False
-    owner = parallel.pipeline_rank_of(binding.layer, config.num_layers)
+    owner = parallel.pipeline_rank_of(binding.layer, config.may_start_stage)
     has_copy = _is_copied(binding, config) and parallel.pipeline_rank == parallel.pipeline_size - 1
     return has_copy or parallel.pipeline_rank == owner
 
@@ -252,7 +252,7 @@ class _Shard:
 
 def _holders(binding: Binding, config: HFConfig, parallel: Parallel) -> range:
     """Global ranks that hold the model's first copy of the tensor, in the order of its shards."""
-    first = parallel.first_rank(parallel.pipeline_rank_of(binding.layer, config.num_layers))
+    first = parallel.first_rank(parallel.pipeline_rank_of(binding.layer, config.may_start_stage))
     if binding.expert_rank is not None:
         first += binding.expert_rank * parallel.expert_tensor_size
         return range(first, first + parallel.expert_tensor_size)
