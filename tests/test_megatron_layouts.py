@@ -50,7 +50,7 @@ STORIES = [
     ("moe", {"num_ranks": 2, "tensor": 2, "expert": 2}),
     ("moe", {"num_ranks": 4, "tensor": 2, "expert": 4}),
     ("moe_with_a_dense_layer", {"num_ranks": 2, "tensor": 2, "expert": 2}),
-    ("dense", {"num_ranks": 2, "tensor": 2}),
+    ("dense", {"num_ranks": 2, "pipeline": 2}),
     ("dense", {"num_ranks": 4, "tensor": 4}),  # more tensor ranks than key-value heads
     ("dense_tied", {"num_ranks": 2, "tensor": 2}),
     ("glm4", {"num_ranks": 2, "tensor": 2, "expert": 2}),

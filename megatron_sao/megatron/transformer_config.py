@@ -62,6 +62,7 @@ def transformer_config(
         expert_tensor_parallel_size=parallel.expert_tensor_size,
         context_parallel_size=parallel.context_size,
         calculate_per_token_loss=True,
+        moe_token_dispatcher_type="alltoall",  # of dense models too: pipelines of rows of any length refuse the default
         use_cpu_initialization=platform.device.type == "cpu",
         gradient_accumulation_fusion=platform.fused_weight_gradients,
         **options,
@@ -97,7 +98,6 @@ def _moe_options(hf: HFConfig, platform: Platform) -> dict[str, Any]:
         "moe_router_pre_softmax": not hf.renormalize_top_k,  # softmax over the chosen experts = renormalised
         "moe_router_dtype": "fp32",
         "moe_router_load_balancing_type": "none",
-        "moe_token_dispatcher_type": "alltoall",
         "moe_grouped_gemm": platform.transformer_engine,
         "moe_permute_fusion": platform.transformer_engine,
     }
