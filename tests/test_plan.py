@@ -156,14 +156,6 @@ def test_bad_input_is_status_2_and_says_what_would_do(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_longer_sequences_than_dense_attention_computes_exactly_are_refused(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    _, found = plan(MATH, tmp_path / "plan.json", "--model", str(CONFIGS / "models/zai-org/GLM-5.2"))
-    refused = "exceeds index_topk = 2048 of " in capsys.readouterr().err
-    assert (not found) == refused == (not SPARSE_ATTENTION)
-
-
 @pytest.mark.parametrize(
     ("overrides", "role", "message"),
     [
