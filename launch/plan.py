@@ -112,7 +112,7 @@ def model_directory(config: Config, beside: Path) -> Path:
         if (place / "config.json").is_file():
             return place
     raise ValueError(
-        f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(map(str, places))}: "
+        f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(dict.fromkeys(map(str, places)))}: "
         "set model.path to its directory"
     )
 

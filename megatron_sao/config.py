@@ -62,7 +62,7 @@ class LayoutConfig(Part):
             sizes = {name: getattr(self, name) for name in names}
             product = math.prod(sizes.values())
             if self.num_ranks % product:
-                written = " * ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+                written = " * ".join(name for name, size in sizes.items() if size > 1)
                 raise ValueError(
                     f"{written} = {product} does not divide num_ranks = {self.num_ranks}: num_ranks must be a multiple "
                     f"of {product}, or the product one of {divisors(self.num_ranks, up_to=self.num_ranks)}"
