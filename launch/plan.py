@@ -111,9 +111,9 @@ def model_directory(config: Config, beside: Path) -> Path:
     for place in places:
         if (place / "config.json").is_file():
             return place
+    searched = " or in ".join(dict.fromkeys(map(str, places)))
     raise ValueError(
-        f"model.path = {config.model.path!r}: there is no config.json in {' or in '.join(dict.fromkeys(map(str, places)))}: "
-        "set model.path to its directory"
+        f"model.path = {config.model.path!r}: there is no config.json in {searched}: set model.path to its directory"
     )
 
 
