@@ -176,8 +176,7 @@ def build_policy(
     if config.role != "policy":
         raise ValueError(f"{directory} holds a {config.role}, not a policy: give the directory of a policy")
     model = _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
-    _limit(model, config, approximate_sparse_attention)
-    return model
+    return _limited(model, approximate_sparse_attention)
 
 
 def build_critic(
@@ -192,13 +191,13 @@ def build_critic(
     """As `build_policy`, from a policy's directory or an exported critic's; the value head is float32 and zero."""
     config = dataclasses.replace(read_hf_config(directory), role="critic")
     model = _build(CriticModel, config, parallel, platform, dtype=dtype, recompute=recompute)
-    _limit(model, config, approximate_sparse_attention)
-    return model
+    return _limited(model, approximate_sparse_attention)
 
 
-def _limit(model: Model, config: HFConfig, approximate: bool) -> None:
+def _limited(model: Model, approximate: bool) -> Model:
     for chunk in model.chunks:
-        chunk.max_tokens = None if approximate else attention_of(config).max_exact_tokens
+        chunk.max_tokens = None if approximate else attention_of(model.hf_config).max_exact_tokens
+    return model
 
 
 def _build(

@@ -142,6 +142,8 @@ class CarriedTensor:
 def carried_tensors(directory: Path) -> tuple[CarriedTensor, ...]:
     """What a policy's directory has beside the model. Raises ValueError as `Reader.carried`."""
     config = read_hf_config(directory)
+    if not carried(ARCHITECTURES[config.architecture], config):  # every rank would open every file for nothing
+        return ()
     with ExitStack() as stack:
         reader = Reader(directory, config, stack)
         return tuple(
