@@ -9,9 +9,8 @@ MEGATRON ?= 0.19.2
 MEGATRON_PYTHON ?= python3.12
 MEGATRON_VENV := .venv-megatron-$(MEGATRON)
 MEGATRON_PINS := requirements/megatron.txt requirements/cpu.txt pyproject.toml
-MEGATRON_TESTS := $(addprefix tests/test_,$(addsuffix .py,\
-	platform mapping model_directories model_families carried_tensors freeze logprobs rows megatron_layouts \
-	router_replay memory training deterministic roles sync_send publish_direct publish_deadlines))
+MEGATRON_TESTS := tests/megatron tests/controller/test_deterministic.py tests/roles/test_roles.py $(addprefix tests/sync/test_,\
+	sync_send.py publish_direct.py publish_deadlines.py)
 
 .PHONY: setup check test test-megatron quickstart clean
 

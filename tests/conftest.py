@@ -14,7 +14,7 @@ import pytest
 
 from megatron_sao.config import EngineConfig
 from megatron_sao.rollout.server import SGLangServer
-from tests.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 
 LIVE_MAX_TOKENS = 4096
 T = TypeVar("T")

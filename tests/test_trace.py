@@ -11,8 +11,8 @@ from megatron_sao.controller.clients import TracedChannel
 from megatron_sao.rollout.engine import GenerateRequest, Generation
 from megatron_sao.rollout.traced import TracedEngine
 from megatron_sao.trace import NoTrace, Trace
-from tests.scripted_engine import ScriptedEngine
-from tests.traces import check_nesting, spans
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.traces import check_nesting, spans
 
 TIMEOUT_S = 10.0
 
