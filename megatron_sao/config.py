@@ -20,6 +20,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 """`package.module:name`."""
 Recompute = Literal["none", "selective", "full"]
+LOGITS_TOKENS = 1024
+"""Default of actor.logits_tokens."""
 
 
 class Part(BaseModel):
@@ -127,6 +129,7 @@ class RoleConfig(Part):
 
 class ActorConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
+    logits_tokens: PositiveInt = LOGITS_TOKENS  # action tokens of a row whose logits are in memory at once
     router_replay: bool = False  # train with the experts that the engine chose at rollout (R3)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from megatron_sao.megatron.layer_specs import attention_inputs, takes_packed_rows
 from megatron_sao.megatron.model import Model
+from megatron_sao.megatron.output_layer import Sums
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.router_replay import replaying
@@ -43,8 +44,8 @@ class MicroBatch:
     routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, on the CPU
 
 
-Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor]]]
-"""(model output, micro-batch) -> (summed loss [] with its graph, sums for the metrics [] each)."""
+Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, list[Sums]]]
+"""(model output, micro-batch) -> (summed loss [] with its graph, sums for the metrics, of each piece)."""
 
 Read = Callable[[Tensor, MicroBatch], Tensor]
 """(model output, micro-batch) -> one number per action token [a]."""
@@ -150,13 +151,11 @@ def context_part(lengths: Sequence[int], *, rank: int, size: int) -> NDArray[np.
     return np.concatenate(parts)
 
 
-def run_training(
-    model: Model, micro_batches: Sequence[MicroBatch], loss: Loss, platform: Platform
-) -> list[dict[str, Tensor]]:
+def run_training(model: Model, micro_batches: Sequence[MicroBatch], loss: Loss, platform: Platform) -> list[Sums]:
     """Forward and backward of every micro-batch; afterwards the gradients are final: reduced, and divided once.
 
-    Returns the metric sums of each micro-batch, on the last pipeline stage only. Every data-parallel rank must bring
-    the same number of micro-batches.
+    Returns the metric sums of all pieces of all micro-batches, on the last pipeline stage only. Every data-parallel
+    rank must bring the same number of micro-batches.
     """
     assert model.config.calculate_per_token_loss, "gradients must be divided once, by the global number of tokens"
     for chunk in model.wrapped:
@@ -166,7 +165,7 @@ def run_training(
         row = next(rows)
         return _call(wrapped, row, platform), lambda output: _summed(loss, output, row)
 
-    return _schedule(model, micro_batches, step, forward_only=False)
+    return [sums for pieces in _schedule(model, micro_batches, step, forward_only=False) for sums in pieces]
 
 
 def run_scoring(model: Model, micro_batches: Sequence[MicroBatch], read: Read, platform: Platform) -> list[Tensor]:
@@ -194,7 +193,7 @@ def _schedule(model: Model, micro_batches: Sequence[MicroBatch], step: Any, *, f
     return results
 
 
-def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor, list[Sums]]:
     """What Megatron's schedule wants: a sum that hangs on the graph, the number of its tokens, numbers to keep."""
     total, sums = loss(output, row)
     assert total.requires_grad, "an empty micro-batch needs a zero loss that hangs on the graph: its peers wait for it"
@@ -202,7 +201,7 @@ def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor
 
 
 def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
-    """Model output of a packed row: policy logits [1, B, V/tp], critic values [1, B], hidden states of a stage."""
+    """Model output of a packed row: hidden states [B/tp, 1, H] of a policy or a stage, critic values [1, B]."""
     _check_lengths(get_attr_wrapped_model(model, "max_tokens"), row.lengths)
     device = row.token_ids_B.device
     lengths = torch.tensor(row.lengths, device=device)

@@ -13,16 +13,17 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_sao.config import Recompute
+from megatron_sao.config import LOGITS_TOKENS, Recompute
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.transfer import EMBEDDING
+from megatron_sao.megatron.output_layer import OutputLayer
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.router_replay import RouterReplay
@@ -66,13 +67,25 @@ class ValueHead(nn.Module):
 
 
 class PolicyModel(GPTModel):
-    """`model(token_ids [1,T], position_ids [1,T], attention_mask, packed_seq_params=...)` -> logits [1, T, V/tp].
+    """`model(token_ids [1,T], position_ids [1,T], attention_mask, packed_seq_params=...)` -> hidden [T/tp, 1, H].
 
-    One chunk of the layers: what is not the last one gives hidden states [T/tp, 1, H].
+    One chunk of the layers. The last one's states are those that its output layer reads (`output_layer.py`).
     """
 
     max_tokens: int | None = None  # of one sequence: above it this model is not the checkpoint's
     router_replay: RouterReplay | None = None  # sets itself
+
+    def __init__(self, config: TransformerConfig, spec: Any, **kwargs: Any) -> None:
+        super().__init__(config, spec, **kwargs)
+        if self.post_process:
+            assert type(self.output_layer) is ColumnParallelLinear, "OutputLayer computes as this one"
+            self.output_layer.__class__ = OutputLayer
+
+    def output_weight(self) -> Tensor:
+        """[V/tp, H] of the output layer, complete also with an overlapped optimizer; of the last chunk only."""
+        shared = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        weight: Tensor = self.output_layer(shared)
+        return weight
 
     def _preprocess(self, input_ids: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Rotary angles by position within the sequence. Megatron's local attention takes the place in the row.
@@ -83,6 +96,9 @@ class PolicyModel(GPTModel):
         if kwargs.get("packed_seq_params") is None and outputs[1] is not None:
             outputs[1] = outputs[1][position_ids[0]]
         return tuple(outputs)
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
 
 
 class CriticModel(PolicyModel):
@@ -116,6 +132,7 @@ class Model:
         self.hf_config = hf
         self.frozen_hf_names: frozenset[str] = frozenset()  # set by `freeze`
         self.chunks = tuple(chunks)
+        self.logits_tokens = 0  # of a policy, whose logits are there at once: set by `build_policy`
         self.wrapped: tuple[DistributedDataParallel, ...] = ()  # the chunks, set by `optimizer.wrap`
         self.is_complete = True  # False from an overlapped optimizer's step until all parameters are known to be here
 
@@ -162,10 +179,12 @@ def build_policy(
     *,
     dtype: torch.dtype,
     recompute: Recompute = "none",
+    logits_tokens: int = LOGITS_TOKENS,
     approximate_sparse_attention: bool = False,
 ) -> Model:
     """The model of `directory`'s `config.json` with random weights (`checkpoint.load_policy` fills them), without DDP.
 
+    `logits_tokens`: the states whose logits are there at once.
     `approximate_sparse_attention`: take sequences of any length where dense attention stands in for a sparse one.
 
     Raises:
@@ -176,6 +195,7 @@ def build_policy(
     if config.role != "policy":
         raise ValueError(f"{directory} holds a {config.role}, not a policy: give the directory of a policy")
     model = _build(PolicyModel, config, parallel, platform, dtype=dtype, recompute=recompute)
+    model.logits_tokens = logits_tokens
     return _limited(model, approximate_sparse_attention)
 
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from megatron_sao.config import RoleConfig
 from megatron_sao.megatron.forward import MicroBatch, make_micro_batches, run_training
-from megatron_sao.megatron.logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_sao.megatron.memory import advice, describe, role_memory
+from megatron_sao.megatron.output_layer import Sums, loss_of_states
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer
 
@@ -50,11 +50,13 @@ def _run(trainer: Trainer, num_tokens: int, publish_bytes: int) -> None:
     rows = make_micro_batches(shard, {}, parallel=trainer.parallel, platform=trainer.platform)
     is_critic = trainer.model.hf_config.role == "critic"
 
-    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        states = output[0, row.state_index_a]
-        if not is_critic:
-            states, _ = vocab_parallel_logprobs_and_entropy(states, row.targets_a, trainer.parallel.tensor_group)
-        return (states * 0).sum(), {}
+    def of_piece(logprobs: Tensor, _: Tensor, __: slice) -> tuple[Tensor, Sums]:
+        return (logprobs * 0).sum(), {}
+
+    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
+        if is_critic:
+            return (output[0, row.state_index_a] * 0).sum(), []
+        return loss_of_states(output, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
 
     buckets = torch.empty(publish_bytes, dtype=torch.uint8, device=trainer.platform.device)
     reserved = [*trainer.optimizer.missing_state(), buckets]

@@ -39,9 +39,9 @@ from megatron_sao.megatron.forward import (
     run_scoring,
     run_training,
 )
-from megatron_sao.megatron.logprobs import vocab_parallel_logprobs, vocab_parallel_logprobs_and_entropy
 from megatron_sao.megatron.model import Model
 from megatron_sao.megatron.optimizer import Optimizer, UpdateReport, wrap
+from megatron_sao.megatron.output_layer import Sums, Vocabulary, logprobs_of_states, loss_of_states
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.platform import Platform
 from megatron_sao.megatron.shard import Shard
@@ -65,6 +65,16 @@ class Trainer:
         optimizer = Optimizer(model, parallel, config)
         return cls(model=model, optimizer=optimizer, parallel=parallel, platform=platform)
 
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """A policy's output layer, on the last pipeline stage."""
+        return Vocabulary(
+            weight_vH=self.model.chunks[-1].output_weight(),
+            num_ids=self.model.hf_config.vocab_size,
+            group=self.parallel.tensor_group,
+            piece_tokens=self.model.logits_tokens,
+        )
+
 
 def policy_update(
     trainer: Trainer,
@@ -82,7 +92,6 @@ def policy_update(
         RuntimeError: a gradient is not finite; nothing was stepped.
     """
     region = TrustRegion(eps_low=eps_low, eps_high=eps_high)
-    group = trainer.parallel.tensor_group
     _check_finite("advantages", advantages_A)
     columns: dict[str, NDArray[Any]] = {
         "rollout_logprobs": shard.rollout_logprobs[shard.is_action],
@@ -90,10 +99,13 @@ def policy_update(
         "lag": _lag(shard, version),
     }
 
-    def loss(logits: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        logprobs, entropy = vocab_parallel_logprobs_and_entropy(logits[0, row.state_index_a], row.targets_a, group)
-        total, found = dis_loss(logprobs, row.columns["rollout_logprobs"], row.columns["advantages"], region=region)
-        return total, policy_sums(found, total, entropy_A=entropy, lag_A=row.columns["lag"])
+    def loss(hidden: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
+        def of_piece(logprobs: Tensor, entropy: Tensor, piece: slice) -> tuple[Tensor, Sums]:
+            rollout, advantages, lag = (row.columns[name][piece] for name in columns)
+            total, found = dis_loss(logprobs, rollout, advantages, region=region)
+            return total, policy_sums(found, total, entropy_A=entropy, lag_A=lag)
+
+        return loss_of_states(hidden, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
 
     merged = _train(trainer, shard, columns, loss, names=(POLICY_SUMS, POLICY_MAXIMA))
     metrics = finish_policy(merged) | _update_metrics("policy", trainer.optimizer.step())
@@ -107,10 +119,10 @@ def value_update(trainer: Trainer, shard: Shard, targets_A: NDArray[np.floating]
     """
     _check_finite("targets", targets_A)
 
-    def loss(values: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(values: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
         values_a = values[0, row.state_index_a]
         total = value_loss(values_a, row.columns["targets"])
-        return total, value_sums(values_a, row.columns["targets"], total)
+        return total, [value_sums(values_a, row.columns["targets"], total)]
 
     columns = {"targets": targets_A.astype(np.float32)}
     merged = _train(trainer, shard, columns, loss, names=(VALUE_SUMS, VALUE_MAXIMA))
@@ -128,10 +140,9 @@ def values(trainer: Trainer, shard: Shard) -> NDArray[np.float32]:
 
 def logprobs(trainer: Trainer, shard: Shard) -> NDArray[np.float32]:
     """log p [A] of each action token of this shard under the current weights, temperature 1."""
-    group = trainer.parallel.tensor_group
 
-    def read(logits: Tensor, row: MicroBatch) -> Tensor:
-        return vocab_parallel_logprobs(logits[0, row.state_index_a], row.targets_a, group)
+    def read(hidden: Tensor, row: MicroBatch) -> Tensor:
+        return logprobs_of_states(hidden, row.state_index_a, row.targets_a, trainer.vocabulary)
 
     return _score(trainer, shard, read)
 

@@ -67,6 +67,7 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
         platform,
         dtype=dtype,
         recompute=config.recompute,
+        logits_tokens=config.logits_tokens,
         approximate_sparse_attention=spec.model.approximate_sparse_attention,
     )
     load_policy(model, directory, parallel)

@@ -106,6 +106,14 @@ def test_logprobs_of_a_packed_row_are_those_of_transformers(told: dict[str, Any]
         start += len(sequence)
 
 
+def test_pieces_of_chosen_states_are_what_full_logits_give(told: dict[str, Any]) -> None:
+    for found in (answer["pieces"] for answer in told["answers"]):
+        assert found["gradients"] <= 1e-5
+        assert found.get("logprobs", 0) <= 1e-6
+        assert found.get("entropy", 0) <= 1e-6
+    assert {answer["pieces"].get("pieces") for answer in told["answers"]} <= {None, 4}  # 10 states, then none
+
+
 def test_packed_sequences_do_not_see_each_other(told: dict[str, Any]) -> None:
     for answer in told["answers"]:
         start = 0

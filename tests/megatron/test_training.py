@@ -76,8 +76,9 @@ Told = tuple[str, NDArray[np.float32], Any]
 
 
 def on_one_rank(directory: str) -> Told:
-    rollout = disturbed(run_ranks(1, start_logprobs, directory, Case())[0])
-    return directory, rollout, run_ranks(1, three_steps, directory, Case(), rollout)[0]
+    case = Case(logits_tokens=1000)  # all of a row
+    rollout = disturbed(run_ranks(1, start_logprobs, directory, case)[0])
+    return directory, rollout, run_ranks(1, three_steps, directory, case, rollout)[0]
 
 
 @pytest.fixture(scope="module")

@@ -5,21 +5,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
 from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
 from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.logprobs import vocab_parallel_logprobs
 from megatron_sao.megatron.mapping import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
 from megatron_sao.megatron.optimizer import wrap
+from megatron_sao.megatron.output_layer import Sums, loss_of_states
 from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.sync.plan import make_plan
 from megatron_sao.sync.source import MegatronSource
+from tests.support.full_logits import differences, full_logits, vocabulary
 
 SEQUENCES = (tuple(range(3, 300, 43)), tuple(range(310, 30, -35)))  # 7 and 8 tokens
+PLAIN = OptimizerConfig(learning_rate=1e-3, clip_norm=1.0, distributed=False)
 CRITIC_FREEZE = ("*.self_attn.*", "model.embed_tokens.weight")
 
 
@@ -73,7 +76,11 @@ def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None
     """Output [T, ...] of the row through Megatron's schedule, on the last pipeline stage; None on the others."""
     model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
     rows = [micro_batch(row)] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
-    found = run_scoring(model, rows, lambda output, _: output[0].clone(), machine)
+
+    def read(output: Tensor, _: MicroBatch) -> Tensor:
+        return output[0].clone() if model.hf_config.role == "critic" else full_logits(model.chunks[-1], output)
+
+    found = run_scoring(model, rows, read, machine)
     return found[0] if found else None
 
 
@@ -83,14 +90,16 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
     Every data-parallel rank has the same row as one action token: Megatron divides the sum over ranks by their number.
     """
 
-    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        if model.hf_config.role == "critic":
-            return (output[0] * row.columns["weights"]).sum(), {}
-        return -(
-            vocab_parallel_logprobs(output[0], row.targets_a, place.tensor_group) * row.columns["weights"]
-        ).sum(), {}
+    def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
+        def of_piece(logprobs: Tensor, _: Tensor, piece: slice) -> tuple[Tensor, Sums]:
+            return -(logprobs * row.columns["weights"][piece]).sum(), {}
 
-    wrap(model, OptimizerConfig(learning_rate=1e-3, clip_norm=1.0, distributed=False))
+        if model.hf_config.role == "critic":
+            return (output[0] * row.columns["weights"]).sum(), []
+        return loss_of_states(output, row.state_index_a, row.targets_a, of_piece, vocabulary(model, place))
+
+    if not isinstance(model.wrapped[0], DistributedDataParallel):
+        wrap(model, PLAIN)
     others = [micro_batch(row, counts=False)] * (len(model.chunks) - 1)
     run_training(model, [micro_batch(row), *others], loss, machine)
     with torch.no_grad():
@@ -135,6 +144,8 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
         },
     }
     freeze(critic, place, CRITIC_FREEZE)
+    wrap(policy, PLAIN)
+    answer["pieces"] = differences(policy, place, micro_batch(packed), machine)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
     answer["critic_gradients"] = gradients(critic, place, packed, machine)
     return answer

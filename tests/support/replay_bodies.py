@@ -12,9 +12,9 @@ from torch import Tensor
 
 from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.forward import MicroBatch, _call, make_micro_batches, run_training
-from megatron_sao.megatron.logprobs import vocab_parallel_logprobs_and_entropy
 from megatron_sao.megatron.mapping import gather, hf_tensors
-from megatron_sao.megatron.parallel import Parallel, initialize
+from megatron_sao.megatron.output_layer import Sums, loss_of_states
+from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install
 from megatron_sao.megatron.router_replay import RouterReplay, _LayerReplay
 from megatron_sao.megatron.shard import Shard
@@ -39,7 +39,7 @@ def gradients_by_routes(rank: int, directory: str, case: Case, routes: Mapping[s
     answers: dict[str, Any] = {"layers": replay.layers}
     for name, ids in routes.items():
         rows = micro_batches(trainer, case, None if ids is None else ids[:, [LAYERS.index(n) for n in replay.layers]])
-        parts = run_training(trainer.model, rows, loss_of(parallel), trainer.platform)
+        parts = run_training(trainer.model, rows, loss_of(trainer), trainer.platform)
         answers[name] = float(sum(part["loss"] for part in parts)), gradients(trainer)
     if parallel.world_size == 1:
         answers["kinds"] = kinds_of_router(replay)
@@ -59,12 +59,13 @@ def micro_batches(trainer: Trainer, case: Case, ids: Routes) -> tuple[MicroBatch
     return make_micro_batches(Shard(**fields), columns, parallel=trainer.parallel, platform=trainer.platform)
 
 
-def loss_of(parallel: Parallel) -> Any:
-    def loss(logits: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-        at_actions = logits[0, row.state_index_a]
-        found, _ = vocab_parallel_logprobs_and_entropy(at_actions, row.targets_a, parallel.tensor_group)
-        total = -(found * row.columns["weight"]).sum()
-        return total, {"loss": total.detach().double()}
+def loss_of(trainer: Trainer) -> Any:
+    def loss(hidden: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
+        def of_piece(logprobs: Tensor, _: Tensor, piece: slice) -> tuple[Tensor, Sums]:
+            total = -(logprobs * row.columns["weight"][piece]).sum()
+            return total, {"loss": total.detach().double()}
+
+        return loss_of_states(hidden, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
 
     return loss
 
@@ -89,7 +90,7 @@ def in_flight(trainer: Trainer, rows: tuple[MicroBatch, ...]) -> dict[str, Tenso
     model.zero_grad_buffer()
     outputs = [_call(model, row, trainer.platform) for row in rows]
     for output, row in zip(outputs, rows, strict=True):
-        loss_of(trainer.parallel)(output, row)[0].backward()
+        loss_of(trainer)(output, row)[0].backward()
     return gradients(trainer)
 
 

@@ -45,6 +45,7 @@ class Case:
     overlap: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     dtype: str = "float32"
+    logits_tokens: int = 5
     critic_freeze: tuple[str, ...] = ("*.self_attn.*",)
     actor_freeze: tuple[str, ...] = ()
 
@@ -108,7 +109,7 @@ def make_trainer(
     platform = install()
     options: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "recompute": case.recompute}
     if role == "actor":
-        model: Any = build_policy(directory, parallel, platform, **options)
+        model: Any = build_policy(directory, parallel, platform, logits_tokens=case.logits_tokens, **options)
         load_policy(model, directory, parallel)
     else:
         model = build_critic(directory, parallel, platform, **options)
