@@ -10,7 +10,7 @@ V the vocabulary, v this rank's part of it.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,18 @@ PieceLoss = Callable[[Tensor, Tensor, slice], tuple[Tensor, Sums]]
 
 The loss is differentiated by the log-probs. Entropies have no graph.
 """
+
+
+class ChosenStates(Protocol):
+    """A row's states that are wanted."""
+
+    @property
+    def state_index_a(self) -> Tensor:
+        """int64, where in the row they are, each once."""
+
+    @property
+    def targets_a(self) -> Tensor:
+        """int64, an id for each."""
 
 
 class OutputLayer(ColumnParallelLinear):
@@ -67,7 +79,7 @@ class Vocabulary:
 
 
 def loss_of_states(
-    hidden_bH: Tensor, index_a: Tensor, targets_a: Tensor, of_piece: PieceLoss, vocabulary: Vocabulary
+    hidden_bH: Tensor, chosen: ChosenStates, of_piece: PieceLoss, vocabulary: Vocabulary
 ) -> tuple[Tensor, list[Sums]]:
     """Loss [] float32 summed over the pieces, differentiable by hidden states and weight; and each piece's sums.
 
@@ -76,35 +88,29 @@ def loss_of_states(
 
     Args:
         hidden_bH: [b, 1, H] this rank's tokens of the row, rank r those from r * b to (r + 1) * b.
-        index_a: int64, where in the row the chosen states are, each once.
-        targets_a: int64 ids, one for each.
+        chosen: which of the row's states, and their targets: the same on every rank.
         of_piece: the loss.
         vocabulary: the output layer.
     """
-    total, sums = _LossOfStates.apply(hidden_bH, vocabulary.weight_vH, index_a, targets_a, of_piece, vocabulary)
+    total, sums = _LossOfStates.apply(hidden_bH, vocabulary.weight_vH, chosen, of_piece, vocabulary)
     return total, sums
 
 
-def logprobs_of_states(hidden_bH: Tensor, index_a: Tensor, targets_a: Tensor, vocabulary: Vocabulary) -> Tensor:
+def logprobs_of_states(hidden_bH: Tensor, chosen: ChosenStates, vocabulary: Vocabulary) -> Tensor:
     """Log-prob [a] float32 of each target, without a graph. Arguments as of `loss_of_states`."""
     with torch.no_grad():
-        states = _chosen(hidden_bH, index_a, vocabulary.group)
-        pieces = vocabulary.pieces(len(index_a))
-        return torch.cat([_Softmax.of(states[piece], targets_a[piece], vocabulary).logprobs_p for piece in pieces])
+        states, targets = _chosen(hidden_bH, chosen.state_index_a, vocabulary.group), chosen.targets_a
+        pieces = vocabulary.pieces(len(targets))
+        return torch.cat([_Softmax.of(states[piece], targets[piece], vocabulary).logprobs_p for piece in pieces])
 
 
 class _LossOfStates(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        index_a: Tensor,
-        targets_a: Tensor,
-        of_piece: PieceLoss,
-        vocabulary: Vocabulary,
+        ctx: Any, hidden: Tensor, weight: Tensor, chosen: ChosenStates, of_piece: PieceLoss, vocabulary: Vocabulary
     ) -> tuple[Tensor, list[Sums]]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        index_a, targets_a = chosen.state_index_a, chosen.targets_a
         states_aH = _chosen(hidden, index_a, vocabulary.group)
         of_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
         total, sums = torch.zeros((), device=hidden.device), []
@@ -130,7 +136,7 @@ class _LossOfStates(torch.autograd.Function):
             of_hidden = of_hidden.mul_(gradient)
         if of_weight is not None:
             of_weight = _handed_over(of_weight, gradient, ctx.weight)
-        return of_hidden, of_weight, None, None, None, None
+        return of_hidden, of_weight, None, None, None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

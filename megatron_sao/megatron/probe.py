@@ -56,7 +56,7 @@ def _run(trainer: Trainer, num_tokens: int, publish_bytes: int) -> None:
     def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
         if is_critic:
             return (output[0, row.state_index_a] * 0).sum(), []
-        return loss_of_states(output, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
+        return loss_of_states(output, row, of_piece, trainer.vocabulary)
 
     buckets = torch.empty(publish_bytes, dtype=torch.uint8, device=trainer.platform.device)
     reserved = [*trainer.optimizer.missing_state(), buckets]

@@ -105,7 +105,7 @@ def policy_update(
             total, found = dis_loss(logprobs, rollout, advantages, region=region)
             return total, policy_sums(found, total, entropy_A=entropy, lag_A=lag)
 
-        return loss_of_states(hidden, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
+        return loss_of_states(hidden, row, of_piece, trainer.vocabulary)
 
     merged = _train(trainer, shard, columns, loss, names=(POLICY_SUMS, POLICY_MAXIMA))
     metrics = finish_policy(merged) | _update_metrics("policy", trainer.optimizer.step())
@@ -142,7 +142,7 @@ def logprobs(trainer: Trainer, shard: Shard) -> NDArray[np.float32]:
     """log p [A] of each action token of this shard under the current weights, temperature 1."""
 
     def read(hidden: Tensor, row: MicroBatch) -> Tensor:
-        return logprobs_of_states(hidden, row.state_index_a, row.targets_a, trainer.vocabulary)
+        return logprobs_of_states(hidden, row, trainer.vocabulary)
 
     return _score(trainer, shard, read)
 

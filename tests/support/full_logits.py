@@ -57,7 +57,7 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
             total = (row.columns["weights"][piece] * logprobs).sum()
             return total, {"logprobs": logprobs.detach(), "entropy": entropy}
 
-        return loss_of_states(hidden, row.state_index_a, row.targets_a, of_piece, vocabulary(model, place))
+        return loss_of_states(hidden, row, of_piece, vocabulary(model, place))
 
     def at_once(hidden: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
         logits = full_logits(model.chunks[-1], hidden)[row.state_index_a]
@@ -66,7 +66,7 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
         return total, [{"logprobs": logprobs.detach(), "entropy": entropy.detach()}]
 
     def read(hidden: Tensor, row: MicroBatch) -> Tensor:
-        return logprobs_of_states(hidden, row.state_index_a, row.targets_a, vocabulary(model, place))
+        return logprobs_of_states(hidden, row, vocabulary(model, place))
 
     scored = run_scoring(model, (actions, nothing), read, machine)
     sums = [run_training(model, (actions, nothing), in_pieces, machine)]

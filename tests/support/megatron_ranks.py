@@ -96,7 +96,7 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
 
         if model.hf_config.role == "critic":
             return (output[0] * row.columns["weights"]).sum(), []
-        return loss_of_states(output, row.state_index_a, row.targets_a, of_piece, vocabulary(model, place))
+        return loss_of_states(output, row, of_piece, vocabulary(model, place))
 
     if not isinstance(model.wrapped[0], DistributedDataParallel):
         wrap(model, PLAIN)

@@ -65,7 +65,7 @@ def loss_of(trainer: Trainer) -> Any:
             total = -(logprobs * row.columns["weight"][piece]).sum()
             return total, {"loss": total.detach().double()}
 
-        return loss_of_states(hidden, row.state_index_a, row.targets_a, of_piece, trainer.vocabulary)
+        return loss_of_states(hidden, row, of_piece, trainer.vocabulary)
 
     return loss
 
