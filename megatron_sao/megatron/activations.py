@@ -7,7 +7,7 @@ Sparse attention likewise, in 0.19.2.
 
 from dataclasses import dataclass
 
-from megatron_sao.config import LayoutConfig, Recompute
+from megatron_sao.config import LOGITS_TOKENS, LayoutConfig, Recompute
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 
 EXPERT_IMBALANCE = 1.5
@@ -25,6 +25,7 @@ class Pass:
     max_tokens: int  # of a row, before context parallelism cuts it
     recompute: Recompute
     transformer_engine: bool
+    logits_tokens: int = LOGITS_TOKENS  # of a policy: states whose logits are there at once
     expert_imbalance: float = EXPERT_IMBALANCE
 
     @property
@@ -198,10 +199,14 @@ def _mlp(way: Pass, width: int) -> _Layer:
 
 
 def _logits(hf: HFConfig, way: Pass) -> int:
-    """Logits, those of action tokens, and four float32 copies with a mask in `logprobs.py` (three in its backward)."""
+    """As in `output_layer.py`: the states of a row of actions, two float32 numbers for each logit of a piece, and the
+    weight's gradient in float32. When that is handed over, a tensor like the weight is there and no logit."""
     if hf.role == "critic":
         return 2 * way.shard * hf.hidden_size * _FLOAT32
-    return way.row * hf.vocab_size // way.layout.tensor * (2 * way.item_bytes + 17)
+    ids = -(-hf.vocab_size // way.layout.tensor)
+    piece = 2 * _FLOAT32 * min(way.row, way.logits_tokens) * ids
+    gradient = _FLOAT32 * ids * hf.hidden_size
+    return way.row * hf.hidden_size * way.item_bytes + gradient + max(piece, ids * hf.hidden_size * way.item_bytes)
 
 
 def _once(hf: HFConfig, way: Pass) -> int:

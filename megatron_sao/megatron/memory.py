@@ -10,7 +10,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_sao.config import LayoutConfig, RoleConfig
+from megatron_sao.config import LOGITS_TOKENS, ActorConfig, LayoutConfig, RoleConfig
 from megatron_sao.megatron.activations import Activations, Pass, activations
 from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, frozen_hf_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
@@ -72,6 +72,7 @@ def role_memory(
         max_tokens=config.max_tokens_per_micro_batch,
         recompute=config.recompute,
         transformer_engine=transformer_engine,
+        logits_tokens=config.logits_tokens if isinstance(config, ActorConfig) else LOGITS_TOKENS,
     )
     bindings = _by_pipeline_rank(hf, layout)
     return tuple(

@@ -41,6 +41,10 @@ CASES = {
     ),
     "experts cut": Case(model="moe", layout={"num_ranks": 4, "tensor": 2, "expert_tensor": 2}, recompute="full"),
     "latent attention": Case(model="latent", layout={"num_ranks": 4, "tensor": 2, "expert": 2}),
+    "large vocabulary": Case(model="wide", layout={"num_ranks": 4, "tensor": 2}, num_tokens=256, logits_tokens=128),
+    "large vocabulary in small pieces": Case(
+        model="wide", layout={"num_ranks": 4}, dtype="bfloat16", num_tokens=256, logits_tokens=8
+    ),
     "approximate": Case(model="latent", layout={"num_ranks": 4, "expert": 4}, dtype="bfloat16", approximate=True),
 }
 
@@ -90,6 +94,7 @@ def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -
         max_tokens=case.num_tokens,
         recompute=case.config.recompute,
         transformer_engine=False,
+        logits_tokens=case.logits_tokens,
         expert_imbalance=1.0,
     )
     for pipeline_rank, stage in enumerate(predicted(root, case)):

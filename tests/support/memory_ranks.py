@@ -4,6 +4,7 @@ And what a rehearsal of the longest micro-batch leaves behind. Weights are rando
 """
 
 import dataclasses
+import functools
 import hashlib
 import json
 from collections.abc import Iterable
@@ -40,6 +41,10 @@ _LATENT = {"q_lora_rank": 48, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_ro
 TINY: dict[str, tuple[str, dict[str, Any]]] = {  # name -> real model, and what is made smaller
     "moe": ("Qwen/Qwen3-30B-A3B-Thinking-2507", {**_TINY, "num_experts": 8}),
     "tied": ("Qwen/Qwen3-30B-A3B-Thinking-2507", {**_TINY, "num_experts": 8, "tie_word_embeddings": True}),
+    "wide": (
+        "Qwen/Qwen3-30B-A3B-Thinking-2507",
+        {**_TINY, "num_experts": 8, "num_hidden_layers": 1, "vocab_size": 20_000},
+    ),
     "glm4": ("zai-org/GLM-4.5-Air", {**_TINY, "n_routed_experts": 8}),
     "latent": (
         "zai-org/GLM-5.2",
@@ -78,6 +83,7 @@ class Case:
     distributed: bool = True
     recompute: str = "none"
     num_tokens: int = 64
+    logits_tokens: int = 1024
     overlap: bool = False  # of the optimizer
     approximate: bool = False  # of sparse attention
 
@@ -85,7 +91,9 @@ class Case:
     def config(self) -> RoleConfig:
         kind: type[RoleConfig] = ActorConfig if self.role == "actor" else CriticConfig
         optimizer = {"learning_rate": 1e-3, "clip_norm": 1.0, "distributed": self.distributed, "overlap": self.overlap}
-        sizes = {"recompute": self.recompute, "max_tokens_per_micro_batch": self.num_tokens}
+        sizes: dict[str, Any] = {"recompute": self.recompute, "max_tokens_per_micro_batch": self.num_tokens}
+        if self.role == "actor":
+            sizes["logits_tokens"] = self.logits_tokens
         return kind.model_validate({"layout": self.layout, "optimizer": optimizer, **sizes})
 
 
@@ -116,7 +124,9 @@ def _trainer(rank: int, directory: Path, case: Case) -> Trainer:
     machine, config = install(), case.config
     place = initialize(config.layout, rank=rank, init_method=None, timeout_s=60, platform=machine)
     torch.manual_seed(0)
-    build: Any = build_policy if case.role == "actor" else build_critic
+    build: Any = build_critic
+    if case.role == "actor":
+        build = functools.partial(build_policy, logits_tokens=case.logits_tokens)
     model = build(
         directory,
         place,
