@@ -26,6 +26,7 @@ from tools.bench.step_records import Work, read_rows, rows_of, write_rows
 from tools.bench.step_sleeping import ACTOR_S, CRITIC_S, sleeping_case
 
 TINY = {"layers": 1, "hidden": 128, "vocab": 320, "tokens": 512, "max-tokens-per-micro-batch": 128}
+TINY |= {"long-tokens": 128, "long-vocab": 1024, "long-pairs": 1}
 SIZE = Size(num_tokens=512, num_layers=1, hidden=128, vocab_size=320, max_tokens_per_micro_batch=128)
 CPU = Platform(device=torch.device("cpu"), backend="gloo", transformer_engine=False, fused_weight_gradients=False)
 
@@ -46,8 +47,12 @@ def test_a_tiny_run_gives_complete_records_of_equal_work_and_leaves_no_process()
     step.add_arguments(parser)
     options = [text for name, value in TINY.items() for text in (f"--{name}", str(value))]
     report = step.run(parser.parse_args(["--pairs", "2", *options]))
-    bare, cpu, sleeping = json.loads(json.dumps([dict(case) for case in report.cases], allow_nan=False))
-    assert [case["case"] for case in (bare, cpu, sleeping)] == ["bare_megatron", "grpo_cpu_seconds", "grpo_sleeping"]
+    cases = json.loads(json.dumps([dict(case) for case in report.cases], allow_nan=False))
+    assert [case["case"] for case in cases] == ["bare_megatron", "long_rows", "grpo_cpu_seconds", "grpo_sleeping"]
+    bare, long_rows, cpu, _ = cases
+    assert (long_rows["num_tokens"], long_rows["num_micro_batches"]) == (128, 1)
+    assert 60 <= long_rows["num_action_tokens"] <= 68  # half
+    assert long_rows["met"] == (long_rows["ratio_to_bare_megatron"] >= long_rows["bar"] == 1.2)
     rows, tokens = bare["num_micro_batches"], bare["num_tokens"]
     assert tokens == 512
     assert bare["work"] == {  # K = 2 updates and the values of the critic, one update of the actor

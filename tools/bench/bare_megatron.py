@@ -6,6 +6,8 @@ tensors (ids, positions, attention masks, action positions), and on "go" does no
     critic: K times (forward, backward, optimizer step), then one forward      loss: sum of the actions' values
     actor:  forward, backward, optimizer step                                  loss: Megatron's cross-entropy, summed
 
+The actor's logits are those of every token, by Megatron's own output layer; its loss takes the actions' among them.
+
 It has no channel, no packing, no metrics and no losses of the method. Ends when its stdin does, and with its parent.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
+from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 from torch import Tensor
 
 from megatron_sao.megatron.checkpoint import load_critic, load_policy
@@ -62,6 +64,7 @@ class BareLoop:
         freeze(model, parallel, spec.freeze)
         trainer = Trainer.of(model, parallel, platform, spec.optimizer)
         (self._model,), self._optimizer = trainer.model.wrapped, trainer.optimizer
+        (self._policy,) = trainer.model.chunks
         self._spec = spec
         self._rows = [Prepared(row, platform) for row in read_rows(Path(spec.rows))]
         self._counts = dict.fromkeys(Work.model_fields, 0)
@@ -115,10 +118,10 @@ class BareLoop:
         return output
 
     def _loss(self, output: Tensor, row: Prepared) -> Tensor:
-        at_actions = output[0, row.states]
         if self._spec.role == "critic":
-            return at_actions.sum()
-        return vocab_parallel_cross_entropy(at_actions[:, None], row.targets[:, None]).sum()  # type: ignore[no-any-return]
+            return output[0, row.states].sum()
+        logits: Tensor = ColumnParallelLinear.forward(self._policy.output_layer, output)[0]
+        return vocab_parallel_cross_entropy(logits[row.states], row.targets[:, None]).sum()  # type: ignore[no-any-return]
 
     def _count_forward(self, _: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         self._counts["num_forwards"] += 1
