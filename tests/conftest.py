@@ -1,6 +1,7 @@
 """Fixtures that several test modules share: one live SGLang server for the session, and a way to reach it."""
 
 import asyncio
+import json
 import os
 import secrets
 from collections.abc import Coroutine, Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from megatron_sao.config import EngineConfig
 from megatron_sao.rollout.server import SGLangServer
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.tiny_models import make_tiny_model
 
 LIVE_MAX_TOKENS = 4096
 T = TypeVar("T")
@@ -57,7 +58,7 @@ def serving(model: Path, log: Path) -> Iterator[LiveServer]:
             url=server.url,
             api_key=api_key,
             model_path=model,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=json.loads((model / "config.json").read_text())["vocab_size"],
             max_tokens=LIVE_MAX_TOKENS,
         )
     finally:

@@ -2,10 +2,12 @@
 
 A critic's directory is a policy's without `lm_head.weight`, with `value_head.safetensors` and `"role": "critic"` in
 its config.json. Tensors that are not in the model (indexers, multi-token prediction) are checked when a policy is
-loaded and copied as they are when it is exported; a critic's directory has none.
+loaded and copied as they are when it is exported; a critic's directory has none. Layers of multi-token prediction may
+be missing as a whole.
 """
 
 import json
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -33,6 +35,7 @@ from megatron_sao.megatron.mapping.transfer import (
 from megatron_sao.megatron.parallel import Parallel
 from megatron_sao.megatron.weight_files import INDEX, VALUE_HEAD_FILE, WEIGHTS, Reader, carried_tensors
 
+LOG = logging.getLogger(__name__)
 MAX_FILE_BYTES = 4 * 1024**3
 _COPIED = (
     "tokenizer*",
@@ -76,6 +79,13 @@ def _load(model: MappedModel, directory: Path, parallel: Parallel, *, role: Role
     with ExitStack() as stack:
         reader = Reader(directory, source, stack)
         reader.check(wanted, skipped=role == "critic")
+        if parallel.rank == 0 and role == "policy" and reader.lacks_prediction:
+            LOG.info(
+                "%s has no tensor of its config.json's %d layers of multi-token prediction (transformers saves none): "
+                "it is exported without them too",
+                directory,
+                source.num_mtp_layers,
+            )
         _fill(model, parallel, reader, wanted)
 
 
@@ -102,6 +112,8 @@ def _fill(model: MappedModel, parallel: Parallel, reader: Reader, wanted: Mappin
 def _fill_one(binding: Binding, parameter: Tensor, parallel: Parallel, reader: Reader) -> None:
     rank, size = shard_place(binding, parallel)
     pieces = binding.layout.cut(parameter, reader.config, rank=rank, size=size)
+    if sum(piece.numel() for piece in pieces) < parameter.numel():
+        parameter.zero_()  # padding, which no gradient and no weight decay moves from there
     for part, (name, piece) in enumerate(zip(binding.hf_names, pieces, strict=True)):
         source = binding.layout.place(reader.tensor(name), reader.config, part=part, rank=rank, size=size)
         assert piece.shape == source.shape, f"{name}: {tuple(piece.shape)} is not {tuple(source.shape)}"

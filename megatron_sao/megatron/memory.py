@@ -211,9 +211,13 @@ def _numel(binding: Binding) -> int:
 
 
 def _local_numel(binding: Binding, layout: LayoutConfig) -> int:
-    if binding.layout.dim is None:
+    """Of a vocabulary that the ranks do not divide, padding too."""
+    dim = binding.layout.dim
+    if dim is None:
         return _numel(binding)
-    return _numel(binding) // (layout.tensor if binding.expert_rank is None else layout.expert_tensor)
+    size = layout.tensor if binding.expert_rank is None else layout.expert_tensor
+    across = sum(shape[dim] for shape in binding.hf_shapes)
+    return -(-across // size) * (_numel(binding) // across)
 
 
 def _item_bytes(binding: Binding, item_bytes: int) -> int:

@@ -22,6 +22,7 @@ from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.layer_specs import attention_of, layer_specs
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
+from megatron_sao.megatron.mapping.table import padded_vocabulary
 from megatron_sao.megatron.mapping.transfer import EMBEDDING
 from megatron_sao.megatron.output_layer import OutputLayer
 from megatron_sao.megatron.parallel import Parallel
@@ -249,7 +250,7 @@ def _build(
         chunk = cls(
             config,
             layer_specs(config, platform, vp_stage=vp_stage),
-            vocab_size=hf.vocab_size,
+            vocab_size=padded_vocabulary(hf.vocab_size, parallel.tensor_size),
             max_sequence_length=hf.max_positions,
             pre_process=stage == 0,
             post_process=stage == parallel.num_stages - 1,

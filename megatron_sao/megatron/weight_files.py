@@ -35,16 +35,24 @@ class Reader:
     def tensor(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)  # type: ignore[no-any-return]
 
+    @property
+    def lacks_prediction(self) -> bool:
+        """Whether config.json promises layers of multi-token prediction and no tensor of them is there: so does
+        transformers save a model."""
+        first = self.config.num_layers
+        layers = {f"model.layers.{first + index}." for index in range(self.config.num_mtp_layers)}
+        return bool(layers) and not any(name.startswith(tuple(layers)) for name in self._files)
+
     def carried(self) -> tuple[Carried, ...]:
         """Those that are there. Raises ValueError for others that must be."""
         known = carried(ARCHITECTURES[self.config.architecture], self.config)
+        if self.lacks_prediction:
+            known = tuple(each for each in known if each.layer < self.config.num_layers)
         missing = [each for each in known if each.name not in self._files and not each.optional]
         if missing:
-            after_the_last = any(each.layer >= self.config.num_layers for each in missing)
-            advice = ", or, where a fine-tune has no layer of multi-token prediction, set num_nextn_predict_layers = 0"
             raise ValueError(
                 f"{self.directory} lacks {_list([each.name for each in missing])}, which its config.json promises: "
-                f"copy the whole model directory{advice if after_the_last else ''}"
+                "copy the whole model directory (layers of multi-token prediction are there as a whole or not at all)"
             )
         return tuple(each for each in known if each.name in self._files)
 

@@ -79,7 +79,9 @@ async def running(
     ranks = asyncio.create_task(
         asyncio.to_thread(run_ranks, NUM_RANKS, run_live_actor, port, *paths, *actor_args, timeout_s=180)
     )
-    engine = SGLangEngine(url or live_server.url, api_key=live_server.api_key, vocab_size=320, max_tokens=4096)
+    engine = SGLangEngine(
+        url or live_server.url, api_key=live_server.api_key, vocab_size=live_server.vocab_size, max_tokens=4096
+    )
     try:
         actor = await channels.accept("actor", 90)
         config = {"bucket_bytes": 200_000, "timeout_s": 30, "first_timeout_s": 30, "logprob_tolerance": 1e-4}

@@ -147,11 +147,17 @@ WEIGHT_CASES: dict[str, tuple[str, str, Change, str]] = {
             "0.self_attn.indexer.wk.weight": "missing: {};"
             if SPARSE_ATTENTION
             else "lacks {}, which its config.json promises: copy the whole model directory",
-            "3.eh_proj.weight": "lacks {}, which its config.json promises: copy the whole model directory, or, where a "
-            "fine-tune has no layer of multi-token prediction, set num_nextn_predict_layers = 0",
+            "3.eh_proj.weight": "lacks {}, which its config.json promises: copy the whole model directory (layers of "
+            "multi-token prediction are there as a whole or not at all)",
         }.items()
     },
     "glm5 with its indexers and a layer to predict more": ("policy", "glm5", _nothing, "loaded"),
+    "glm5 as transformers saves it, without the layer to predict more": (
+        "policy",
+        "glm5",
+        _with_tensors(lambda t: [t.pop(name) for name in list(t) if name.startswith("model.layers.3.")]),
+        "loaded",
+    ),
     "glm5 as critic": ("critic", "glm5", _nothing, "loaded"),
     "glm5 with copies of embedding and head": (
         "policy",
@@ -264,7 +270,7 @@ def test_old_and_new_spellings_of_a_config_are_the_same_model(models: Path, tmp_
         ("policy", {"pipeline_size": 2, "virtual_stages": 2}, "= 4 stages, but the model has 2 layers"),
         ("tied", {"expert_size": 2}, "Qwen3ForCausalLM has no experts: expert = 1"),
         ("tied", {"expert_tensor_size": 2}, "Qwen3ForCausalLM has no experts: expert_tensor = 1"),
-        ("odd vocabulary", {"tensor_size": 2}, "tensor = 2 does not divide the vocabulary, 321"),
+        ("small vocabulary", {"tensor_size": 4}, "tensor = 4 leaves a rank without one of the vocabulary's 5 ids"),
         ("odd feed-forward", {"tensor_size": 2}, "tensor = 2 does not divide the feed-forward size, 97"),
         ("three heads", {"tensor_size": 2}, "neither a divisor nor a multiple of the 3 key-value heads"),
     ],
@@ -273,7 +279,7 @@ def test_a_layout_that_does_not_divide_the_model_is_refused(
     models: Path, tmp_path: Path, model: str, sizes: dict[str, int], words: str
 ) -> None:
     changes = {
-        "odd vocabulary": _with_config(vocab_size=321),
+        "small vocabulary": _with_config(vocab_size=5),
         "odd feed-forward": _with_config(intermediate_size=97),
         "three heads": _with_config(num_attention_heads=6, num_key_value_heads=3),
     }

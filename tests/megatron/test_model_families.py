@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
 from megatron_sao.megatron.freeze import frozen_hf_names
 from megatron_sao.megatron.layer_specs import Attention, attention_of
@@ -45,6 +47,16 @@ def read(model: str, **changes: Any) -> HFConfig:
 def test_the_tables_count_what_was_published(model: str) -> None:
     counts = num_parameters(read(model))
     assert (counts.total, counts.mtp, round(counts.active / 1e9, 2)) == COUNTS[model]
+
+
+def test_a_model_without_compressed_queries_is_counted_as_transformers_makes_it() -> None:
+    """Moonlight's kind of DeepSeek-V3; of its own sizes only those that change a tensor's shape here."""
+    fields = {"q_lora_rank": None, "rope_scaling": None, "n_group": 1, "topk_group": 1, "num_hidden_layers": 5}
+    config = read("DeepSeek-V3", **fields, num_nextn_predict_layers=0, quantization_config=...)
+    with torch.device("meta"):
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**{**config.raw, "torch_dtype": None, "auto_map": None}))
+    biases = sum(buffer.numel() for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    assert num_parameters(config).total == model.num_parameters() + biases
 
 
 def test_every_tensor_of_a_model_has_a_name_of_its_own() -> None:
@@ -123,7 +135,13 @@ def test_forms_of_different_releases_are_the_same_model() -> None:
         ("GLM-4.7", {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "RoPE scaling"),
         ("GLM-4.7", {"mlp_only_layers": [0]}, "unknown config fields mlp_only_layers"),
         ("DeepSeek-V3", {"topk_group": 2}, "n_group = 8, topk_group = 2, num_experts_per_tok = 8"),
-        ("DeepSeek-V3", {"rope_scaling": None}, "implemented: rope_type yarn with rope_theta, factor"),
+        (
+            "DeepSeek-V3",
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            "implemented: rope_type yarn with rope_theta",
+        ),
+        ("DeepSeek-V3", {"q_lora_rank": 0}, "q_lora_rank = 0 must be a positive int, or null"),
+        ("DeepSeek-V3", {"q_lora_rank": ...}, "missing config fields q_lora_rank"),
         ("DeepSeek-V3", {"attention_bias": True}, "attention_bias = True is not implemented"),
         ("Qwen3-4B", {"partial_rotary_factor": 0.5}, "unknown config fields partial_rotary_factor"),
     ],

@@ -61,8 +61,10 @@ DEEP_LAYOUTS = {
     "pipeline 2 x virtual 2 x data 2, overlap": Case(
         num_ranks=4, pipeline=2, virtual_stages=2, plan=UNEVEN, overlap=True
     ),
+    "pipeline 2 x tensor 2": Case(num_ranks=4, pipeline=2, tensor=2, plan=ONE_EACH),
 }
-"""Of a model with five layers, which no number of stages here divides, the first one dense, and tied embeddings."""
+"""Of a model with five layers, which no number of stages here divides, the first one dense, tied embeddings, and a
+vocabulary that two tensor ranks do not divide."""
 LATENT_LAYOUT = Case(num_ranks=2, tensor=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),))
 
 
@@ -93,7 +95,7 @@ def reference(plain: Told) -> Any:
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    fields = {"num_hidden_layers": 5, "mlp_only_layers": [0], "tie_word_embeddings": True}
+    fields = {"num_hidden_layers": 5, "mlp_only_layers": [0], "tie_word_embeddings": True, "vocab_size": 321}
     return on_one_rank(str(make_tiny_model(tmp_path_factory.mktemp("deep"), seed=2, **fields)))
 
 

@@ -20,12 +20,13 @@ from megatron_sao.megatron.platform import Platform
 PIECE_TOKENS = 4
 
 
-def full_logits(chunk: PolicyModel, hidden: Tensor) -> Tensor:
-    """[T, V/tp] of a row's hidden states [T/tp, 1, H], as Megatron's GPTModel makes them."""
+def full_logits(chunk: PolicyModel, hidden: Tensor, num_ids: int) -> Tensor:
+    """[T, v] of a row's hidden states [T/tp, 1, H], as Megatron's GPTModel makes them; -inf for padding."""
     tied = chunk.share_embeddings_and_output_weights
     shared = chunk.shared_embedding_or_output_weight() if tied else None
     logits: Tensor = ColumnParallelLinear.forward(chunk.output_layer, hidden, weight=shared)[0]
-    return logits[:, 0]
+    ids = dist.get_rank(chunk.pg_collection.tp) * logits.shape[-1] + torch.arange(logits.shape[-1])
+    return logits[:, 0].masked_fill(ids >= num_ids, -torch.inf)
 
 
 def logprobs_and_entropy(logits_Av: Tensor, targets_A: Tensor, group: Group) -> tuple[Tensor, Tensor]:
@@ -60,7 +61,7 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
         return loss_of_states(hidden, row, of_piece, vocabulary(model, place))
 
     def at_once(hidden: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
-        logits = full_logits(model.chunks[-1], hidden)[row.state_index_a]
+        logits = full_logits(model.chunks[-1], hidden, model.hf_config.vocab_size)[row.state_index_a]
         logprobs, entropy = logprobs_and_entropy(logits, row.targets_a, place.tensor_group)
         total = (row.columns["weights"] * logprobs).sum()
         return total, [{"logprobs": logprobs.detach(), "entropy": entropy.detach()}]

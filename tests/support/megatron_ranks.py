@@ -78,7 +78,9 @@ def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None
     rows = [micro_batch(row)] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
 
     def read(output: Tensor, _: MicroBatch) -> Tensor:
-        return output[0].clone() if model.hf_config.role == "critic" else full_logits(model.chunks[-1], output)
+        if model.hf_config.role == "critic":
+            return output[0].clone()
+        return full_logits(model.chunks[-1], output, model.hf_config.vocab_size)
 
     found = run_scoring(model, rows, read, machine)
     return found[0] if found else None

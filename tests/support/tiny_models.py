@@ -79,6 +79,14 @@ _YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 1.0,
 }
+MOONLIGHT = {  # of deepseek_v3: queries are not compressed, no YaRN, one group of experts
+    "q_lora_rank": None,
+    "n_group": 1,
+    "topk_group": 1,
+    "rope_scaling": None,
+    "n_shared_experts": 2,
+}
+ODD_VOCABULARY = {"vocab_size": VOCAB_SIZE + 1}  # which 2 and 4 ranks do not divide; the tokenizer has not all of it
 _DSA = {"index_topk": 64, "index_n_heads": 32, "index_head_dim": 24}
 _MOE = {"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": True}
 
@@ -97,11 +105,17 @@ _MODELS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def make_tiny_model(
-    path: Path | str, *, arch: Arch = "qwen3_moe", seed: int = 0, dtype: torch.dtype = torch.float32, **overrides: Any
+    path: Path | str,
+    *,
+    arch: Arch = "qwen3_moe",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    as_transformers_saves: bool = False,
+    **overrides: Any,
 ) -> Path:
     """Write a random HF checkpoint with a tokenizer to `path`; `overrides` are fields of its config.json.
 
-    With `num_nextn_predict_layers` it has the tensors of those layers, in bfloat16.
+    With `num_nextn_predict_layers` it has the tensors of those layers, in bfloat16; `as_transformers_saves` it has not.
     """
     directory = Path(path)
     torch.manual_seed(seed)
@@ -111,7 +125,7 @@ def make_tiny_model(
     _randomize(model, seed)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
-    for i in range(overrides.get("num_nextn_predict_layers", 0)):
+    for i in range(0 if as_transformers_saves else overrides.get("num_nextn_predict_layers", 0)):
         _add_mtp_layer(directory, model.config.num_hidden_layers + i)
     return directory
 

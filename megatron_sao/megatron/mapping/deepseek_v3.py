@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and R1: latent attention, YaRN, experts in groups."""
+"""DeepSeek-V3, R1 and Moonlight: latent attention, YaRN, experts in groups."""
 
 from megatron_sao.megatron.mapping import rope, rows, shared
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, Derived
@@ -10,8 +10,9 @@ DEEPSEEK_V3 = Architecture(
         used={**shared.USED, **shared.USED_LATENT, **shared.USED_SHARED_EXPERTS},
         optional=frozenset({"num_nextn_predict_layers"}),
         derived=(
-            Derived(attribute="rope", fields=rope.FIELDS, read=rope.yarn),
+            Derived(attribute="rope", fields=rope.FIELDS, read=rope.plain_or_yarn),
             shared.AS_MANY_KV_HEADS,
+            shared.MAYBE_COMPRESSED_QUERIES,
             shared.LEADING_DENSE_LAYERS,
             shared.ROUTER_GROUPS,
         ),

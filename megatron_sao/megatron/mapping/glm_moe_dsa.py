@@ -64,6 +64,7 @@ GLM_MOE_DSA = Architecture(
         used={
             **shared.USED,
             **shared.USED_LATENT,
+            "q_lora_rank": "q_lora_rank",
             **shared.USED_SHARED_EXPERTS,
             "index_topk": "index_topk",
             "index_n_heads": "index_num_heads",

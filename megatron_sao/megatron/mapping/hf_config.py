@@ -35,7 +35,7 @@ class HFConfig:
     qkv_bias: bool = False
     qk_norm: bool = False
     # latent attention (MLA); kv_lora_rank 0: the model has the other kind
-    q_lora_rank: int = 0
+    q_lora_rank: int = 0  # 0: queries are not compressed
     kv_lora_rank: int = 0
     nope_head_dim: int = 0  # of queries and keys, without position
     rope_head_dim: int = 0

@@ -45,8 +45,11 @@ def partial(data: Mapping[str, Any]) -> Rope:
     return Rope(theta=float(found["rope_theta"]), fraction=float(found["partial_rotary_factor"]))
 
 
-def yarn(data: Mapping[str, Any]) -> Rope:
+def plain_or_yarn(data: Mapping[str, Any]) -> Rope:
     """Raises ValueError: a field of YaRN is missing, or another scaling."""
+    parts = [data.get(name) or {} for name in ("rope_scaling", "rope_parameters")]
+    if all(part.get("rope_type", part.get("type", "default")) == "default" for part in parts):
+        return plain(data)
     found = _read(data, "yarn", ("rope_theta", *_YARN))
     return Rope(theta=float(found["rope_theta"]), yarn=Yarn(**{to: found[name] for name, to in _YARN.items()}))
 

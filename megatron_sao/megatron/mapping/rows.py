@@ -11,6 +11,7 @@ from megatron_sao.megatron.mapping.table import (
     Replicated,
     Scope,
     Split,
+    SplitVocabulary,
     TensorKind,
 )
 
@@ -23,7 +24,7 @@ _BLOCK = "decoder.layers.{layer}."
 _SELF = _BLOCK + "self_attention."
 _LOCAL_EXPERT = _BLOCK + "mlp.experts.local_experts.{expert}."
 _GROUPED_EXPERT = _BLOCK + "mlp.experts."
-_OUTPUTS, _INPUTS, _COPIES = Split(0), Split(1), Replicated()
+_OUTPUTS, _INPUTS, _COPIES, _IDS = Split(0), Split(1), Replicated(), SplitVocabulary()
 Dims = tuple[str, ...]
 
 
@@ -56,6 +57,17 @@ def _indexer(name: str, dims: Dims, megatron: str) -> TensorKind:
     )
 
 
+def _latent_keys_and_values(presence: Presence, joined: bool = False) -> TensorKind:
+    return _row(
+        "layer",
+        _ATTENTION + "kv_a_proj_with_mqa.weight",
+        ("kv_lora_rope", "hidden"),
+        _SELF + "linear_kv_down_proj.weight",
+        presence=presence,
+        joined=joined,
+    )
+
+
 def _qkv(end: str, dims: Dims, presence: Presence = "always") -> TensorKind:
     hf = tuple(
         (f"{_ATTENTION}{part}_proj.{end}", (size, *dims)) for part, size in (("q", "q"), ("k", "kv"), ("v", "kv"))
@@ -71,7 +83,7 @@ EMBEDDING = (
         "model.embed_tokens.weight",
         ("vocab", "hidden"),
         "embedding.word_embeddings.weight",
-        layout=_OUTPUTS,
+        layout=_IDS,
     ),
 )
 
@@ -96,20 +108,30 @@ GROUPED_QUERY_ATTENTION = (
 
 LATENT_ATTENTION = (
     *INPUT_NORM,
-    _row("layer", _ATTENTION + "q_a_proj.weight", ("q_lora", "hidden"), _SELF + "linear_q_down_proj.weight"),
     _row(
         "layer",
-        _ATTENTION + "kv_a_proj_with_mqa.weight",
-        ("kv_lora_rope", "hidden"),
-        _SELF + "linear_kv_down_proj.weight",
-        joined=True,
+        _ATTENTION + "q_proj.weight",
+        ("latent_q", "hidden"),
+        _SELF + "linear_q_proj.weight",
+        layout=_OUTPUTS,
+        presence="whole_queries",
     ),
+    _row(
+        "layer",
+        _ATTENTION + "q_a_proj.weight",
+        ("q_lora", "hidden"),
+        _SELF + "linear_q_down_proj.weight",
+        presence="compressed_queries",
+    ),
+    _latent_keys_and_values(presence="compressed_queries", joined=True),
+    _latent_keys_and_values(presence="whole_queries"),
     _row(
         "layer",
         _ATTENTION + "q_a_layernorm.weight",
         ("q_lora",),
         _SELF + "q_layernorm.weight",
         _SELF + "linear_q_up_proj.layer_norm_weight",
+        presence="compressed_queries",
     ),
     _row(
         "layer",
@@ -117,6 +139,7 @@ LATENT_ATTENTION = (
         ("latent_q", "q_lora"),
         _SELF + "linear_q_up_proj.weight",
         layout=_OUTPUTS,
+        presence="compressed_queries",
     ),
     _row(
         "layer",
@@ -225,7 +248,7 @@ HEADS = (
         "lm_head.weight",
         ("vocab", "hidden"),
         "output_layer.weight",
-        layout=_OUTPUTS,
+        layout=_IDS,
         presence="policy_untied",
     ),
     _row("model", VALUE_HEAD, ("1", "hidden"), "value_head.weight", presence="critic"),

@@ -17,7 +17,6 @@ USED = {
 }
 USED_GROUPED_QUERY = {"num_key_value_heads": "num_kv_heads", "head_dim": "head_dim"}
 USED_LATENT = {  # head_dim is no size of such a model: files say 64 or 192 where a query has 256
-    "q_lora_rank": "q_lora_rank",
     "kv_lora_rank": "kv_lora_rank",
     "qk_nope_head_dim": "nope_head_dim",
     "qk_rope_head_dim": "rope_head_dim",
@@ -89,6 +88,17 @@ def _router_groups(data: Mapping[str, Any]) -> int:
     return int(groups)
 
 
+def _query_rank(data: Mapping[str, Any]) -> int:
+    """Null in the file: one projection makes the queries (Moonlight)."""
+    if "q_lora_rank" not in data:
+        raise ValueError("missing config fields q_lora_rank")
+    rank = data["q_lora_rank"]
+    if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        raise ValueError(f"q_lora_rank = {rank!r} must be a positive int, or null where queries are not compressed")
+    return rank or 0
+
+
+MAYBE_COMPRESSED_QUERIES = Derived(attribute="q_lora_rank", fields=("q_lora_rank",), read=_query_rank)
 AS_MANY_KV_HEADS = Derived(attribute="num_kv_heads", fields=("num_key_value_heads",), read=_as_many_kv_heads)
 LEADING_DENSE_LAYERS = Derived(
     attribute="is_moe_layer", fields=("first_k_dense_replace", "mlp_layer_types"), read=_leading_dense_layers
@@ -104,7 +114,7 @@ def latent_attention(hf: HFConfig) -> dict[str, Any]:
     """
     options: dict[str, Any] = {
         "multi_latent_attention": True,
-        "q_lora_rank": hf.q_lora_rank,
+        "q_lora_rank": hf.q_lora_rank or None,
         "kv_lora_rank": hf.kv_lora_rank,
         "qk_head_dim": hf.nope_head_dim,
         "qk_pos_emb_head_dim": hf.rope_head_dim,

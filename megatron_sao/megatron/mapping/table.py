@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, HFConfig
 
 Scope = Literal["model", "layer", "dense_layer", "moe_layer", "expert", "indexer_layer", "mtp_layer"]
-Presence = Literal["always", "optional", "policy_untied", "critic", "qkv_bias", "qk_norm"]
+Presence = Literal[
+    "always", "optional", "policy_untied", "critic", "qkv_bias", "qk_norm", "compressed_queries", "whole_queries"
+]
 Shape = tuple[int, ...]
 
 
@@ -56,6 +58,28 @@ class Split:
 
     def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
         return whole.chunk(size, dim=self.dim)[rank]
+
+
+class SplitVocabulary:
+    """Chunks of ids, as many for each rank: the last ones are padded where there are no ids left."""
+
+    dim = 0
+
+    def cut(self, shard: Tensor, config: HFConfig, *, rank: int, size: int) -> tuple[Tensor, ...]:
+        return (shard[: len(self._ids(config, rank, size))],)
+
+    def place(self, whole: Tensor, config: HFConfig, *, part: int, rank: int, size: int) -> Tensor:
+        ids = self._ids(config, rank, size)
+        return whole[ids.start : ids.stop]
+
+    def _ids(self, config: HFConfig, rank: int, size: int) -> range:
+        height = padded_vocabulary(config.vocab_size, size) // size
+        return range(config.vocab_size)[rank * height : (rank + 1) * height]
+
+
+def padded_vocabulary(vocab_size: int, tensor: int) -> int:
+    """Rows of an embedding and an output layer that `tensor` ranks cut into equal parts."""
+    return -(-vocab_size // tensor) * tensor
 
 
 class FusedQKV:
@@ -210,6 +234,8 @@ def _is_present(kind: TensorKind, config: HFConfig) -> bool:
         "critic": is_critic,
         "qkv_bias": config.qkv_bias,
         "qk_norm": config.qk_norm,
+        "compressed_queries": config.q_lora_rank > 0,
+        "whole_queries": config.q_lora_rank == 0,
     }[kind.presence]
 
 
