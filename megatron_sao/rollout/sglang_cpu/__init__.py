@@ -5,7 +5,7 @@
   (not on PyPI for a CPU; without AMX instructions sglang takes its torch paths) and torchvision.
 - `megatron_sao_sglang_cpu*` (an entry point of sglang's own plugin mechanism): `--enable-return-routed-experts`
   registers a host buffer with CUDA; here there is nothing to register it with. And torch's attention gets the queries
-  that its cache of latents asks for (DeepSeek-V3).
+  that its cache of latents asks for (DeepSeek-V3), which may have plain rotary embeddings (Moonlight).
 """
 
 from collections.abc import Mapping

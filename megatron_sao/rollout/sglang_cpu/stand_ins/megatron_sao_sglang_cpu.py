@@ -1,19 +1,41 @@
-"""A plugin of sglang (entry point group `sglang.srt.plugins`): two things that it does otherwise where a GPU is."""
+"""A plugin of sglang (entry point group `sglang.srt.plugins`): three things that it does otherwise where a GPU is."""
 
 from typing import Any
 
 
 def register() -> None:
     # here: sglang imports its plugins before itself
+    from sglang.srt.layers.rotary_embedding import factory
     from sglang.srt.mem_cache.pool_host import common
     from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
     common._cuda_host_register = _leave_unregistered
     handlers.AttentionBackendRegistry.register("torch_native", _latent_attention)
+    factory.get_rope_cpu = _with_plain_rope(factory.get_rope, factory.get_rope_cpu)
 
 
 def _leave_unregistered(*_: Any, **__: Any) -> None:
     """Pinned memory only speeds copies to a GPU up."""
+
+
+def _with_plain_rope(plain: Any, scaled: Any) -> Any:
+    """Of latent attention: on a CPU sglang asks for YaRN, which Moonlight has not. Its plain one works too."""
+
+    def get_rope(
+        head_size: int,
+        rotary_dim: int,
+        max_position: int,
+        base: int,
+        is_neox_style: bool = True,
+        rope_scaling: Any = None,
+        dtype: Any = None,
+        partial_rotary_factor: float = 1.0,
+        device: Any = None,
+    ) -> Any:
+        values = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
+        return scaled(*values, device) if rope_scaling else plain(*values)
+
+    return get_rope
 
 
 def _latent_attention(*_: Any) -> Any:
