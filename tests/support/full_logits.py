@@ -71,9 +71,10 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
 
     scored = run_scoring(model, (actions, nothing), read, machine)
     sums = [run_training(model, (actions, nothing), in_pieces, machine)]
-    gradients = [parameter.main_grad.clone() for parameter in model.parameters()]  # type: ignore[operator]
+    trained: list[Any] = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = [parameter.main_grad.clone() for parameter in trained]
     sums.append(run_training(model, (actions, nothing), at_once, machine))
-    pairs = zip(gradients, (parameter.main_grad for parameter in model.parameters()), strict=True)
+    pairs = zip(gradients, (parameter.main_grad for parameter in trained), strict=True)
     found = {"gradients": max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)}
     if not scored:
         return found

@@ -47,6 +47,7 @@ from tools.bench.step_sides import STOP_S, BareSide, RoleSide, TimedChannel, bar
 from tools.bench.step_sleeping import sleeping_case
 
 BAR, LONG_ROWS_BAR = 0.90, 1.2
+LONG_ROW_TOKENS = 2048
 COLUMNS = (
     *("case", "ratio_to_bare_megatron", "ratio_iqr", "cpu_ratio", "bar", "met", "sao_over_grpo", "serial_over_grpo"),
     *("sao_s", "bare_s", "grpo_s"),
@@ -67,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--max-tokens-per-micro-batch", type=int, default=1024)
-    parser.add_argument("--long-tokens", type=int, default=2048, help="of the batch of long_rows, which is one row")
-    parser.add_argument("--long-vocab", type=int, default=65536, help="of long_rows, whose model has one layer")
+    parser.add_argument("--long-tokens", type=int, default=8192, help="of the batch of long_rows")
+    parser.add_argument("--long-vocab", type=int, default=32768, help="of long_rows, whose model has one layer")
     parser.add_argument("--long-pairs", type=int, default=5, help="of long_rows")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each role, one thread each")
 
@@ -87,7 +88,7 @@ def run(options: argparse.Namespace) -> Report:
         num_layers=1,
         hidden=options.hidden,
         vocab_size=options.long_vocab,
-        max_tokens_per_micro_batch=options.long_tokens,
+        max_tokens_per_micro_batch=min(options.long_tokens, LONG_ROW_TOKENS),
     )
     if min(options.pairs, options.long_pairs) < 1:
         given = f"--pairs {options.pairs} --long-pairs {options.long_pairs}"
