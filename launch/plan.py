@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launch.checks import how_to_get
 from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
+from megatron_sao.controller.model_file import check_sequence_length, max_exact_tokens
 from megatron_sao.controller.report import write_atomically
-from megatron_sao.controller.run import check_sequence_length, max_exact_tokens
 from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
@@ -26,7 +27,6 @@ from megatron_sao.megatron.memory import (
     serving_memory,
 )
 from megatron_sao.megatron.sizes import check_sizes
-from megatron_sao.roles.critic import freeze_patterns
 
 GIB = 1024**3
 GPU_BYTES = {  # what CUDA reports, not what the name says
@@ -101,7 +101,7 @@ def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
     """
     config = load(path, overrides)
     hf = read_hf_config(model_directory(config, path.parent))
-    check_sequence_length(config, max_exact_tokens(hf.raw), computes_sparse=lambda: hf.computes_sparse)
+    check_sequence_length(config, max_exact_tokens(hf.raw), computes_sparse=hf.computes_sparse)
     return make_plan(config, hf)
 
 
@@ -114,6 +114,7 @@ def model_directory(config: Config, beside: Path) -> Path:
     searched = " or in ".join(dict.fromkeys(map(str, places)))
     raise ValueError(
         f"model.path = {config.model.path!r}: there is no config.json in {searched}: set model.path to its directory"
+        + how_to_get(config)
     )
 
 
@@ -125,8 +126,8 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
         hf=policy,
         counts=num_parameters(policy),
         roles=(
-            _trained("actor", config, config.actor, policy, config.actor.freeze),
-            _trained("critic", config, config.critic, critic, freeze_patterns(config.critic)),
+            _trained("actor", config, config.actor, policy, config.actor.frozen_patterns),
+            _trained("critic", config, config.critic, critic, config.critic.frozen_patterns),
             _engine(config, policy),
         ),
     )

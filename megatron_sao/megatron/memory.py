@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from megatron_sao.config import LayoutConfig, RoleConfig
 from megatron_sao.megatron.activations import Activations, Pass, activations
-from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, frozen_hf_names
+from megatron_sao.megatron.frozen_names import GRADIENT_BYTES, adam_bytes, frozen_hf_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.rows import VALUE_HEAD

@@ -12,7 +12,7 @@ from megatron_sao.megatron import checkpoint, parallel, platform
 from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.logprobs import vocab_parallel_logprobs
-from megatron_sao.megatron.mapping import gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
 from megatron_sao.megatron.optimizer import wrap
 from megatron_sao.megatron.weight_files import carried_tensors

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.forward import MicroBatch, _call, make_micro_batches, run_training
 from megatron_sao.megatron.logprobs import vocab_parallel_logprobs_and_entropy
-from megatron_sao.megatron.mapping import gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.parallel import Parallel, initialize
 from megatron_sao.megatron.platform import install
 from megatron_sao.megatron.router_replay import RouterReplay, _LayerReplay
