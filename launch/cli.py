@@ -124,13 +124,14 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    """Show the tables, write the JSON."""
+    """Show the tables, write the JSON. What a search finds fits."""
     if options.gpus is not None and not options.search:
         raise ValueError("--gpus goes with --search: a plan alone is of the layouts in the file")
     if options.search:
         from launch.search_table import search_and_show
 
-        return 0 if search_and_show(options.config, options.overrides, options.gpus, options.json) else 1
+        search_and_show(options.config, options.overrides, options.gpus, options.json)
+        return 0
     from launch.plan_table import plan_and_show
 
     return 0 if plan_and_show(options.config, options.overrides, options.json) else 1

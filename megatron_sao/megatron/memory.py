@@ -142,6 +142,7 @@ def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
     )
 
 
+@lru_cache(maxsize=8)
 def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
     """An actor's two buckets: one is filled while the other is sent. A larger tensor is a bucket of its own."""
     shapes = (shape for b in bind(ARCHITECTURES[hf.architecture], hf, 1) for shape in b.hf_shapes)
@@ -150,6 +151,11 @@ def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
 
 def frozen_names(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
     """HF names of what is not trained. Raises ValueError: a pattern that matches nothing, or a part of a tensor."""
+    return _frozen_names(hf, tuple(freeze))
+
+
+@lru_cache(maxsize=8)
+def _frozen_names(hf: HFConfig, freeze: tuple[str, ...]) -> frozenset[str]:
     return frozen_hf_names(bind(ARCHITECTURES[hf.architecture], hf, 1), freeze)
 
 
@@ -171,7 +177,7 @@ class _Share:
     num_frozen: int = 0
     constant_bytes: int = 0  # of what is not trained
     buffers: Mapping[tuple[bool, int], tuple[int, int]] = field(default_factory=dict)
-    """By whether experts', and bytes of a number: trained numbers, and how many they are when each tensor is aligned."""
+    """By whether experts', and bytes of a number: trained numbers, and how many when each tensor is aligned."""
 
     def plus(self, other: "_Share", times: int = 1) -> "_Share":
         buffers = dict(self.buffers)
