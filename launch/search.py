@@ -187,28 +187,28 @@ class RoleSearch:
     def fits(self, num_ranks: int) -> bool:
         """Whether some layout does."""
         if num_ranks not in self._fits:
-            self._fits[num_ranks] = any(True for _ in self._fitting(self._divisions(num_ranks)))
+            self._fits[num_ranks] = any(True for _ in self.fitting(self.divisions(num_ranks)))
         return self._fits[num_ranks]
 
     def best(self, num_ranks: int) -> tuple[Candidate, ...]:
         """The fastest that fit, fastest first."""
         if num_ranks not in self._best:
-            timed = [(self._work.seconds(role), role) for role in self._divisions(num_ranks)]
+            timed = [(self._work.seconds(role), role) for role in self.divisions(num_ranks)]
             timed.sort(key=lambda each: each[0].total)
-            fitting = self._fitting(role for _, role in timed)
+            fitting = self.fitting(role for _, role in timed)
             kept = itertools.islice(fitting, NUM_KEPT)
             self._best[num_ranks] = tuple(
                 Candidate(role=role, plan=plan, seconds=self._work.seconds(role)) for role, plan in kept
             )
         return self._best[num_ranks]
 
-    def _fitting(self, roles: Iterator[RoleConfig]) -> Iterator[tuple[RoleConfig, RolePlan]]:
+    def fitting(self, roles: Iterator[RoleConfig]) -> Iterator[tuple[RoleConfig, RolePlan]]:
         for role in roles:
             plan = trained_role(self.config, role, self.hf)
             if plan.fits:
                 yield role, plan
 
-    def _divisions(self, num_ranks: int) -> Iterator[RoleConfig]:
+    def divisions(self, num_ranks: int) -> Iterator[RoleConfig]:
         """Every layout whose states may fit: memory is asked with the fewest activations first."""
         for layout in layouts(self.hf, num_ranks):
             if self._least_bytes(layout) > GPU_BYTES[self.config.cluster.gpu] - RESERVED_BYTES:
