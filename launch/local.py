@@ -18,7 +18,8 @@ from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from launch.placement import Placement, place, visible_devices
+from launch.checks import check, router_shape
+from launch.placement import Placement
 from launch.processes import Supervisor
 from launch.role_processes import start_roles, stop_roles
 from launch.run_directory import LOG_DIRECTORY
@@ -26,17 +27,9 @@ from launch.tasks import both
 from launch.watch import Watch
 from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
+from megatron_sao.controller.model_file import vocab_size
 from megatron_sao.controller.report import Summary
-from megatron_sao.controller.run import (
-    Work,
-    check_sequence_length,
-    hf_fields,
-    load_work,
-    max_exact_tokens,
-    train,
-    vocab_size,
-)
-from megatron_sao.data.routed_experts import RouterShape
+from megatron_sao.controller.run import Work, load_work, train
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine, Timeouts
 
@@ -99,7 +92,7 @@ async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path
         vocab_size=vocab_size(Path(model.path)),
         max_tokens=config.rollout.max_episode_tokens,
         timeouts=Timeouts(request_s=config.engine.request_timeout_s, control_s=config.engine.control_timeout_s),
-        router=_router(config),
+        router=router_shape(config),
     )
     try:
         yield client
@@ -114,26 +107,3 @@ def engine_config(config: Config, placement: Placement) -> EngineConfig:
     devices = ("--base-gpu-id", str(placement.engine_base)) if placement.engine else ()
     experts = ("--enable-return-routed-experts",) if config.actor.router_replay else ()
     return config.engine.model_copy(update={"extra_args": (*devices, *experts, *config.engine.extra_args)})
-
-
-def _router(config: Config) -> RouterShape | None:
-    """What the engine records for a replay. Raises ValueError: a model without experts."""
-    if not config.actor.router_replay:
-        return None
-    return RouterShape.of(hf_fields(Path(config.model.path)))
-
-
-def _computes_sparse() -> bool:
-    from megatron_sao.megatron.platform import SPARSE_ATTENTION  # here: it takes seconds, and few models ask
-
-    return SPARSE_ATTENTION
-
-
-def check(config: Config) -> Placement:
-    """What can be seen before anything is written or started. Raises ValueError."""
-    path = config.model.path
-    if not (Path(path) / "config.json").is_file():
-        raise ValueError(f"model.path = {path!r} is not a model directory: it has no config.json")
-    check_sequence_length(config, max_exact_tokens(hf_fields(Path(path))), computes_sparse=_computes_sparse)
-    _router(config)
-    return place(config, visible_devices())

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launch.checks import how_to_get
 from megatron_sao.config import Config, EngineConfig, RoleConfig, divisors, load
+from megatron_sao.controller.model_file import check_sequence_length, max_exact_tokens
 from megatron_sao.controller.report import write_atomically
-from megatron_sao.controller.run import check_sequence_length, max_exact_tokens
 from megatron_sao.data.routed_experts import RouterShape
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.count import NumParameters, num_parameters
@@ -26,7 +27,6 @@ from megatron_sao.megatron.memory import (
     serving_memory,
 )
 from megatron_sao.megatron.sizes import check_sizes
-from megatron_sao.roles.critic import freeze_patterns
 
 GIB = 1024**3
 GPU_BYTES = {  # what CUDA reports, not what the name says
@@ -97,12 +97,21 @@ def load_plan(path: Path, overrides: Sequence[str]) -> Plan:
     """The plan of a configuration file.
 
     Raises:
-        ValueError: the configuration, the model's `config.json`, or a layout that does not divide the model.
+        ValueError: as `load_model`, or a layout does not divide the model.
+    """
+    return make_plan(*load_model(path, overrides))
+
+
+def load_model(path: Path, overrides: Sequence[str]) -> tuple[Config, HFConfig]:
+    """A configuration file and what its model's `config.json` says.
+
+    Raises:
+        ValueError: what is wrong with either.
     """
     config = load(path, overrides)
     hf = read_hf_config(model_directory(config, path.parent))
-    check_sequence_length(config, max_exact_tokens(hf.raw), computes_sparse=lambda: hf.computes_sparse)
-    return make_plan(config, hf)
+    check_sequence_length(config, max_exact_tokens(hf.raw), computes_sparse=hf.computes_sparse)
+    return config, hf
 
 
 def model_directory(config: Config, beside: Path) -> Path:
@@ -114,6 +123,7 @@ def model_directory(config: Config, beside: Path) -> Path:
     searched = " or in ".join(dict.fromkeys(map(str, places)))
     raise ValueError(
         f"model.path = {config.model.path!r}: there is no config.json in {searched}: set model.path to its directory"
+        + how_to_get(config)
     )
 
 
@@ -125,17 +135,21 @@ def make_plan(config: Config, hf: HFConfig) -> Plan:
         hf=policy,
         counts=num_parameters(policy),
         roles=(
-            _trained("actor", config, config.actor, policy, config.actor.freeze),
-            _trained("critic", config, config.critic, critic, freeze_patterns(config.critic)),
-            _engine(config, policy),
+            _with_savings(trained_role(config, config.actor, policy), config, config.actor, policy),
+            _with_savings(trained_role(config, config.critic, critic), config, config.critic, critic),
+            engine_role(config, policy),
         ),
     )
 
 
-def _trained(
-    name: Literal["actor", "critic"], config: Config, role: RoleConfig, hf: HFConfig, freeze: tuple[str, ...]
-) -> RolePlan:
-    layout = role.layout
+def trained_role(config: Config, role: RoleConfig, hf: HFConfig) -> RolePlan:
+    """The actor or the critic, as `hf.role` says. The one place that says whether a layout fits.
+
+    Raises:
+        ValueError: the layout does not divide the model's sizes.
+    """
+    layout, dtype = role.layout, config.model.dtype
+    name: RoleName = "critic" if hf.role == "critic" else "actor"
     _check(
         f"{name}.layout",
         hf,
@@ -144,23 +158,27 @@ def _trained(
         expert_tensor=layout.expert_tensor,
         num_stages=layout.pipeline * layout.virtual_stages,
     )
-    dtype = config.model.dtype
-    stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, freeze))
+    stages = role_memory(hf, role, dtype=dtype, frozen=frozen_names(hf, role.frozen_patterns))
     fullest = max(stages, key=lambda stage: stage.total_bytes)
-    unfrozen = role_memory(hf, role, dtype=dtype)[stages.index(fullest)]
-    buckets = publish_bytes(hf, dtype=dtype, bucket_bytes=config.publish.bucket_bytes)
-    parts = fullest.parts | ({"publish": buckets} if name == "actor" else {})
+    parts = fullest.parts
+    if name == "actor":
+        parts |= {"publish": publish_bytes(hf, dtype=dtype, bucket_bytes=config.publish.bucket_bytes)}
     usable = GPU_BYTES[config.cluster.gpu] - RESERVED_BYTES
-    excess = sum(parts.values()) - usable
     return RolePlan(
         name=name,
         num_gpus=layout.num_ranks,
         parts=parts,
         usable_bytes=usable,
         stages=stages,
-        saved_bytes=unfrozen.total_bytes - fullest.total_bytes,
-        help=advice(parts, role) if excess > 0 else "",
+        help=advice(parts, role) if sum(parts.values()) > usable else "",
     )
+
+
+def _with_savings(planned: RolePlan, config: Config, role: RoleConfig, hf: HFConfig) -> RolePlan:
+    unfrozen = role_memory(hf, role, dtype=config.model.dtype)
+    fullest = max(planned.stages, key=lambda stage: stage.total_bytes)
+    saved = unfrozen[planned.stages.index(fullest)].total_bytes - fullest.total_bytes
+    return dataclasses.replace(planned, saved_bytes=saved)
 
 
 def _check(what: str, hf: HFConfig, **sizes: int) -> None:
@@ -170,7 +188,8 @@ def _check(what: str, hf: HFConfig, **sizes: int) -> None:
         raise ValueError(f"{what}: {error}") from None
 
 
-def _engine(config: Config, hf: HFConfig) -> RolePlan:
+def engine_role(config: Config, hf: HFConfig) -> RolePlan:
+    """Raises ValueError as `trained_role`."""
     engine, rollout = config.engine, config.rollout
     _check("engine", hf, tensor=engine.tensor)
     _check_expert_cuts(hf, engine)

@@ -22,6 +22,7 @@ ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
 Recompute = Literal["none", "selective", "full"]
 LOGITS_TOKENS = 1024
 """Default of actor.logits_tokens."""
+ROUTER = "*.mlp.gate.*"  # HF names of the routers' tensors
 
 
 class Part(BaseModel):
@@ -126,6 +127,10 @@ class RoleConfig(Part):
             )
         return self
 
+    @property
+    def frozen_patterns(self) -> tuple[str, ...]:
+        return self.freeze
+
 
 class ActorConfig(RoleConfig):
     optimizer: OptimizerConfig = OptimizerConfig(learning_rate=1e-6, clip_norm=1.0)
@@ -144,6 +149,10 @@ class CriticConfig(RoleConfig):
     min_explained_variance: float | None = None  # the critic-only phase goes on until it is exceeded
     max_critic_only_steps: NonNegativeInt = 50  # then an error
     continue_below_min_explained_variance: bool = False  # no error then
+
+    @property
+    def frozen_patterns(self) -> tuple[str, ...]:
+        return self.freeze if self.train_router else (*self.freeze, ROUTER)
 
     @model_validator(mode="after")
     def the_critic_only_phase_can_end(self) -> "CriticConfig":

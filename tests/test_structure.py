@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "megatron_sao"
+OUTSIDE = {"launch": ("tools", "tests"), "tools": ("tests",)}  # what a folder outside the package never imports
 LAYERS = {
     "types": 0,
     "config": 0,
@@ -84,6 +85,13 @@ def test_imports_point_down_never_sideways(path: Path) -> None:
         assert name.split(".")[0] not in ("launch", "tools", "tests"), f"{ids(path)} imports {name} from outside"
         if name.startswith("megatron_sao.") and (other := name.split(".")[1]) != own:
             assert LAYERS[other] < LAYERS[own], f"{ids(path)} ({own}) imports {name}"
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if PACKAGE not in p.parents], ids=ids)
+def test_tools_import_launch_and_never_the_other_way_round(path: Path) -> None:
+    for name in imports(path):
+        forbidden = OUTSIDE[path.relative_to(ROOT).parts[0]]
+        assert name.split(".")[0] not in forbidden, f"{ids(path)} imports {name}"
 
 
 @pytest.mark.parametrize("name", NO_TORCH)

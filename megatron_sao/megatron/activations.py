@@ -5,6 +5,7 @@ Counted per token and layer from what autograd saves in Megatron-core 0.16.1: wi
 Sparse attention likewise, in 0.19.2.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_sao.config import LOGITS_TOKENS, LayoutConfig, Recompute
@@ -68,7 +69,7 @@ class _Layer:
 
 def activations(hf: HFConfig, way: Pass, chunks: tuple[range, ...], pipeline_rank: int) -> Activations:
     """Of a rank that holds the layers of `chunks` (one range without virtual stages)."""
-    layers = [_layer(hf, way, layer) for chunk in chunks for layer in chunk]
+    layers = _layers(hf, way, [layer for chunk in chunks for layer in chunk])
     stream = hf.hidden_size * way.item_bytes * way.shard
     kept = sum(_kept(layer, way, stream) for layer in layers) * _in_flight(way.layout, pipeline_rank)
     is_last = pipeline_rank == way.layout.pipeline - 1
@@ -98,6 +99,13 @@ def _in_flight(layout: LayoutConfig, pipeline_rank: int) -> float:
     if chunks == 1:
         return behind + 1
     return (2 * behind + (chunks - 1) * layout.pipeline + 1) / chunks
+
+
+def _layers(hf: HFConfig, way: Pass, indices: Sequence[int]) -> list[_Layer]:
+    """One for each; those of a kind are computed once."""
+    kinds = [(hf.is_moe_layer[layer], hf.has_indexer[layer : layer + 1]) for layer in indices]
+    of_kind = {kind: _layer(hf, way, layer) for kind, layer in dict(zip(kinds, indices, strict=True)).items()}
+    return [of_kind[kind] for kind in kinds]
 
 
 def _layer(hf: HFConfig, way: Pass, layer: int) -> _Layer:

@@ -7,12 +7,14 @@ two float32 moments, and a float32 main copy of parameters that are not float32,
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 from megatron_sao.config import LOGITS_TOKENS, ActorConfig, LayoutConfig, RoleConfig
 from megatron_sao.megatron.activations import Activations, Pass, activations
-from megatron_sao.megatron.freeze import GRADIENT_BYTES, adam_bytes, frozen_hf_names
+from megatron_sao.megatron.frozen_names import GRADIENT_BYTES, adam_bytes, frozen_hf_names
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.mapping.rows import VALUE_HEAD
@@ -74,12 +76,13 @@ def role_memory(
         transformer_engine=transformer_engine,
         logits_tokens=config.logits_tokens if isinstance(config, ActorConfig) else LOGITS_TOKENS,
     )
-    bindings = _by_pipeline_rank(hf, layout)
+    tied_copies = range(1, layout.pipeline)[-1:] if hf.tied_embeddings and hf.role == "policy" else ()
+    held = _Held(hf, _cut(layout), ITEM_BYTES[dtype], frozenset(frozen))
     return tuple(
         StageMemory(
             layers=stages[rank :: layout.pipeline],
             activations=activations(hf, way, stages[rank :: layout.pipeline], rank),
-            **_held(bindings[rank], config, ITEM_BYTES[dtype], frozen),
+            **_stage_bytes(_stage_share(held, stages[rank :: layout.pipeline], rank in tied_copies), config),
         )
         for rank in range(layout.pipeline)
     )
@@ -140,66 +143,138 @@ def serving_memory(hf: HFConfig, *, dtype: str, tensor: int) -> ServingMemory:
     )
 
 
+@lru_cache(maxsize=8)
 def publish_bytes(hf: HFConfig, *, dtype: str, bucket_bytes: int) -> int:
     """An actor's two buckets: one is filled while the other is sent. A larger tensor is a bucket of its own."""
     shapes = (shape for b in bind(ARCHITECTURES[hf.architecture], hf, 1) for shape in b.hf_shapes)
     return 2 * max(bucket_bytes, max(map(math.prod, shapes)) * ITEM_BYTES[dtype])
 
 
-def _by_pipeline_rank(hf: HFConfig, layout: LayoutConfig) -> list[list[Binding]]:
-    """What the first expert rank of each pipeline rank holds; the others hold as much. Tied embeddings twice."""
-    stages = stage_layers(hf.may_start_stage, layout.pipeline * layout.virtual_stages)
-    rank_of = {layer: stage % layout.pipeline for stage, layers in enumerate(stages) for layer in layers}
-    held: list[list[Binding]] = [[] for _ in range(layout.pipeline)]
-    bindings = bind(ARCHITECTURES[hf.architecture], hf, layout.expert)
-    for binding in bindings:
-        if not binding.expert_rank:
-            held[rank_of[binding.layer]].append(binding)
-    if hf.tied_embeddings and layout.pipeline > 1 and hf.role == "policy":
-        held[-1].append(bindings[0])
-    return held
-
-
 def frozen_names(hf: HFConfig, freeze: Sequence[str]) -> frozenset[str]:
     """HF names of what is not trained. Raises ValueError: a pattern that matches nothing, or a part of a tensor."""
+    return _frozen_names(hf, tuple(freeze))
+
+
+@lru_cache(maxsize=8)
+def _frozen_names(hf: HFConfig, freeze: tuple[str, ...]) -> frozenset[str]:
     return frozen_hf_names(bind(ARCHITECTURES[hf.architecture], hf, 1), freeze)
 
 
-def _held(bindings: Sequence[Binding], config: RoleConfig, item_bytes: int, frozen: Collection[str]) -> dict[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Of which model, and how: what a rank's share of a layer depends on."""
+
+    hf: HFConfig
+    cut: LayoutConfig
+    item_bytes: int
+    frozen: frozenset[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Share:
+    """Of some layers on one GPU, with what lies before the first and after the last; sums of two are those of both."""
+
+    num_parameters: int = 0  # as numbers
+    num_frozen: int = 0
+    constant_bytes: int = 0  # of what is not trained
+    buffers: Mapping[tuple[bool, int], tuple[int, int]] = field(default_factory=dict)
+    """By whether experts', and bytes of a number: trained numbers, and how many when each tensor is aligned."""
+
+    def plus(self, other: "_Share", times: int = 1) -> "_Share":
+        buffers = dict(self.buffers)
+        for key, (numel, aligned) in other.buffers.items():
+            before = buffers.get(key, (0, 0))
+            buffers[key] = (before[0] + numel * times, before[1] + aligned * times)
+        return _Share(
+            num_parameters=self.num_parameters + other.num_parameters * times,
+            num_frozen=self.num_frozen + other.num_frozen * times,
+            constant_bytes=self.constant_bytes + other.constant_bytes * times,
+            buffers=buffers,
+        )
+
+
+def _cut(layout: LayoutConfig) -> LayoutConfig:
+    """What of a layout decides what a rank holds of a layer."""
+    sizes = {name: getattr(layout, name) for name in ("tensor", "expert", "expert_tensor")}
+    return LayoutConfig(num_ranks=math.prod(sizes.values()), **sizes)
+
+
+@lru_cache(maxsize=4096)
+def _stage_share(held: _Held, layers: tuple[range, ...], has_tied_copy: bool) -> _Share:
+    """What the first expert rank of a stage holds; the others hold as much."""
+    like = _first_alike(held.hf, held.frozen)
+    total = _Share()
+    for layer, times in Counter(like[layer] for chunk in layers for layer in chunk).items():
+        total = total.plus(_layer_share(held, layer), times)
+    return total.plus(_share(held, _by_layer(held.hf)[0][:1])) if has_tied_copy else total
+
+
+@lru_cache(maxsize=1024)
+def _layer_share(held: _Held, layer: int) -> _Share:
+    """The first expert rank has the first of a layer's experts."""
+    bindings = _by_layer(held.hf)[layer]
+    experts = [binding for binding in bindings if binding.expert_rank is not None]
+    own = experts[: len(experts) // held.cut.expert]
+    return _share(held, [binding for binding in bindings if binding.expert_rank is None] + own)
+
+
+def _share(held: _Held, bindings: Sequence[Binding]) -> _Share:
     """Megatron puts tensors of one type and one data-parallel group into one buffer."""
-    layout, distributed = config.layout, config.optimizer.distributed
-    buffers: dict[tuple[bool, int], list[int]] = {}
-    num_parameters = num_frozen = constant_bytes = 0
-    for binding in bindings:
-        numel, size = _local_numel(binding, layout), _item_bytes(binding, item_bytes)
-        num_parameters += numel
-        if binding.is_buffer or binding.is_constant or binding.hf_names[0] in frozen:
-            num_frozen += numel
-            constant_bytes += numel * size
+    total = _Share()
+    kinds = [_kind(binding, held.frozen) for binding in bindings]
+    examples = dict(zip(kinds, bindings, strict=True))
+    for kind, times in Counter(kinds).items():
+        binding = examples[kind]
+        numel, size = _local_numel(binding, held.cut), _item_bytes(binding, held.item_bytes)
+        if binding.is_buffer or binding.is_constant or binding.hf_names[0] in held.frozen:
+            one = _Share(num_parameters=numel, num_frozen=numel, constant_bytes=numel * size)
         else:
-            buffers.setdefault((binding.expert_rank is not None, size), []).append(numel)
-    parameter_bytes, gradient_bytes, optimizer_bytes = constant_bytes, 0, 0
-    for (is_expert, size), numels in buffers.items():
+            key = (binding.expert_rank is not None, size)
+            one = _Share(num_parameters=numel, buffers={key: (numel, _round_up(numel, _TENSOR_ALIGNMENT))})
+        total = total.plus(one, times)
+    return total
+
+
+def _kind(binding: Binding, frozen: frozenset[str]) -> tuple[object, ...]:
+    """Tensors of one kind have the same share."""
+    is_frozen, is_head = binding.hf_names[0] in frozen, binding.hf_names == (VALUE_HEAD,)
+    flags = (binding.expert_rank is None, binding.is_buffer, binding.is_constant, is_frozen, is_head)
+    return (binding.hf_shapes, binding.layout.dim, *flags)
+
+
+@lru_cache(maxsize=8)
+def _first_alike(hf: HFConfig, frozen: frozenset[str]) -> tuple[int, ...]:
+    """[num_layers] The first layer with tensors of the same kinds, in the same order."""
+    first: dict[object, int] = {}
+    kinds = [tuple(_kind(binding, frozen) for binding in bindings) for bindings in _by_layer(hf)]
+    return tuple(first.setdefault(each, layer) for layer, each in enumerate(kinds))
+
+
+@lru_cache(maxsize=4)
+def _by_layer(hf: HFConfig) -> tuple[tuple[Binding, ...], ...]:
+    layers: list[list[Binding]] = [[] for _ in range(hf.num_layers)]
+    for binding in bind(ARCHITECTURES[hf.architecture], hf, 1):
+        layers[binding.layer].append(binding)
+    return tuple(map(tuple, layers))
+
+
+def _stage_bytes(share: _Share, config: RoleConfig) -> dict[str, int]:
+    layout, distributed = config.layout, config.optimizer.distributed
+    parameter_bytes, gradient_bytes, optimizer_bytes = share.constant_bytes, 0, 0
+    for (is_expert, size), (numel, aligned) in share.buffers.items():
         ranks = layout.expert_data if is_expert else layout.data * layout.context
         shards = ranks if distributed else 1
-        numel = _padded(numels, shards) if distributed else sum(numels)
-        parameter_bytes += numel * size
-        gradient_bytes += numel * GRADIENT_BYTES
-        optimizer_bytes += numel // shards * adam_bytes(size)
+        held = _round_up(aligned, math.lcm(shards, _BUCKET_ALIGNMENT)) if distributed else numel
+        parameter_bytes += held * size
+        gradient_bytes += held * GRADIENT_BYTES
+        optimizer_bytes += held // shards * adam_bytes(size)
     return {
-        "num_parameters": num_parameters,
-        "num_frozen": num_frozen,
+        "num_parameters": share.num_parameters,
+        "num_frozen": share.num_frozen,
         "parameter_bytes": parameter_bytes,
         "gradient_bytes": gradient_bytes,
         "optimizer_bytes": optimizer_bytes,
     }
-
-
-def _padded(numels: Sequence[int], num_ranks: int) -> int:
-    end = 0
-    for numel in numels:
-        end = _round_up(end, _TENSOR_ALIGNMENT) + numel
-    return _round_up(end, math.lcm(num_ranks, _BUCKET_ALIGNMENT))
 
 
 def _round_up(number: int, multiple: int) -> int:

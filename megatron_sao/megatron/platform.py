@@ -5,11 +5,10 @@ With CUDA it changes nothing, but for what Megatron-core lacks where Transformer
 """
 
 import contextlib
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import megatron.core.post_training.modelopt.layers as whole_layers
 import megatron.core.tensor_parallel.random as megatron_random
@@ -18,22 +17,13 @@ import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 import megatron.core.transformer.multi_latent_attention as multi_latent_attention
 import megatron.core.utils as megatron_utils
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 
 _CPU = torch.device("cpu")
 _ABSORBED = "megatron.core.transformer.experimental_attention_variant.absorbed_mla"  # not in every version
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")
 _installed: list["Platform"] = []
-_OPTIONS_OF_GLM_DSA = {
-    "dsa_indexer_topk_freq",  # layers share a choice
-    "dsa_indexer_skip_topk_offset",
-    "dsa_indexer_rope_interleaved",
-    "dsa_indexer_rotate_activation",
-    "dsa_indexer_k_norm_epsilon",
-    "dsa_kernel_backend",
-}
-SPARSE_ATTENTION: Final = {option.name for option in dataclasses.fields(TransformerConfig)} >= _OPTIONS_OF_GLM_DSA
-"""Whether the installed Megatron-core computes GLM's sparse attention (DSA): 0.16.1 has another one."""
 SparseKernels = Literal["none", "tilelang", "cudnn"]
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 
 from megatron_sao.channel import Answer, Command, CriticUpdate, CriticValues, Tensors
-from megatron_sao.config import CriticConfig
 from megatron_sao.megatron.checkpoint import load_critic
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.mapping.architectures import read_hf_config
@@ -17,7 +16,6 @@ from megatron_sao.megatron.step import Trainer, value_update, values
 from megatron_sao.roles.spec import CriticSpec
 from megatron_sao.roles.trained import TrainedRole
 
-ROUTER = "*.mlp.gate.*"  # HF name of a router's tensors
 SAME_AS_POLICY = ("architecture", "vocab_size", "hidden_size")
 
 
@@ -36,10 +34,6 @@ class Critic:
                 return Answer(tensors={"values": values(trainer, self._trained.shard(batch_id))})
             case _:
                 return self._trained.handle(command, tensors)
-
-
-def freeze_patterns(config: CriticConfig) -> tuple[str, ...]:
-    return config.freeze if config.train_router else (*config.freeze, ROUTER)
 
 
 def source_directory(spec: CriticSpec) -> Path:
@@ -84,7 +78,7 @@ def build_critic(spec: CriticSpec, parallel: Parallel, platform: Platform) -> Cr
         approximate_sparse_attention=spec.model.approximate_sparse_attention,
     )
     load_critic(model, directory, parallel)
-    frozen = freeze(model, parallel, freeze_patterns(config))
+    frozen = freeze(model, parallel, config.frozen_patterns)
     trainer = Trainer.of(model, parallel, platform, config.optimizer)
     rehearse(trainer, config)
     trained = TrainedRole(trainer, frozen, role="critic", source_directory=directory)

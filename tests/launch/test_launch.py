@@ -19,7 +19,7 @@ from launch.placement import place
 from launch.run_directory import remove_unfinished, run_directory
 from launch.tasks import both, unless
 from megatron_sao.config import Config, load
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from tests.support.tiny_models import make_tiny_model
 
 CONFIG = """

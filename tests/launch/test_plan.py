@@ -1,6 +1,6 @@
 """`sao plan`: what a run would need, from a configuration and a config.json alone."""
 
-import ast
+import dataclasses
 import json
 import re
 from pathlib import Path
@@ -9,19 +9,22 @@ from typing import Any
 import pytest
 
 from launch.cli import command
-from launch.plan import GPU_BYTES
+from launch.estimate import Workload
+from launch.plan import GPU_BYTES, make_plan
+from launch.search import RoleSearch
 from megatron_sao.config import Config, load
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
+from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.rollout.reward import load_object
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 MATH = CONFIGS / "qwen3-30b-a3b-math.toml"
 RECIPES = {  # totals without multi-token prediction; active with embedding and output layer
-    "qwen3-30b-a3b-math": {"params_total": 30_532_122_624, "params_active": 3.35, "nodes": 7},
-    "qwen3-30b-a3b-swe": {"params_total": 30_532_122_624, "params_active": 3.35, "nodes": 7},
-    "qwen3-235b-a22b": {"params_total": 235_093_634_560, "params_active": 22.19, "nodes": 17},
-    "glm-4.5-air": {"params_total": 106_852_251_264, "params_active": 13.42, "nodes": 17, "params_mtp": 2_375_059_584},
-    "glm-5.2": {"params_total": 743_377_019_904, "params_active": 41.25, "nodes": 66, "params_mtp": 9_952_920_576},
+    "qwen3-30b-a3b-math": {"params_total": 30_532_122_624, "params_active": 3.35, "nodes": 5},
+    "qwen3-30b-a3b-swe": {"params_total": 30_532_122_624, "params_active": 3.35, "nodes": 5},
+    "qwen3-235b-a22b": {"params_total": 235_093_634_560, "params_active": 22.19, "nodes": 14},
+    "glm-4.5-air": {"params_total": 106_852_251_264, "params_active": 13.42, "nodes": 14, "params_mtp": 2_375_059_584},
+    "glm-5.2": {"params_total": 743_377_019_904, "params_active": 41.25, "nodes": 34, "params_mtp": 9_952_920_576},
 }
 
 
@@ -73,6 +76,26 @@ def test_a_recipe_has_the_papers_numbers_and_paths_that_import(name: str) -> Non
         load_object(path)
 
 
+def test_glm_52_fits_whichever_attention_megatron_computes() -> None:
+    config = load(CONFIGS / "glm-5.2.toml")
+    hf = read_hf_config(CONFIGS / "models/zai-org/GLM-5.2")
+    for computes_sparse in (False, True):
+        planned = make_plan(config, dataclasses.replace(hf, computes_sparse=computes_sparse))
+        assert planned.fits
+        assert planned.num_gpus <= 272
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b-math", "qwen3-235b-a22b", "glm-4.5-air"])
+def test_a_recipes_layouts_are_nearly_as_fast_as_the_best_of_their_sizes(name: str) -> None:
+    """By the estimate: within a tenth, for some recipes leave more memory free than the fastest layout does."""
+    config = load(CONFIGS / f"{name}.toml")
+    hf = read_hf_config(CONFIGS / "models" / config.model.path)
+    for role, of in ((config.actor, "policy"), (config.critic, "critic")):
+        of_role = dataclasses.replace(hf, role=of)
+        best = RoleSearch(config=config, role=role, hf=of_role).best(role.layout.num_ranks)[0]
+        assert Workload.of(config, role, of_role).seconds(role).total <= 1.1 * best.seconds.total
+
+
 def test_frozen_attention_of_a_critic_has_neither_gradients_nor_optimizer_state(plans: Any) -> None:
     _, found = plans["qwen3-30b-a3b-math"]
     (stage,) = found["roles"]["critic"]["stages"]
@@ -91,7 +114,7 @@ def test_experts_are_cut_over_expert_ranks_and_states_over_their_copies(plans: A
     copied = 48 * (2048 * 128 + 2 * 2048 + 2 * 128) + 2048
     assert stage["params_per_gpu"] == experts + dense + copied
     assert stage["parameters"] == pytest.approx(2 * (experts + dense + copied), rel=1e-4)
-    assert stage["optimizer"] == pytest.approx(12 * (experts // 4 + (dense + copied) // 8), rel=1e-4)
+    assert stage["optimizer"] == pytest.approx(12 * (experts // 2 + (dense + copied) // 4), rel=1e-4)
 
 
 def test_the_table_says_who_holds_what_and_what_is_assumed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,8 +122,8 @@ def test_the_table_says_who_holds_what_and_what_is_assumed(capsys: pytest.Captur
     shown = capsys.readouterr().out
     for text in (
         "743.38 B parameters, 41.25 B active",
-        "528 H200-141GB in 66 nodes of 8",
-        f"224-255 │ {70 if SPARSE_ATTENTION else 69}-77  │ final norm, output layer",
+        "272 H200-141GB in 34 nodes of 8",
+        f"96-127 │ {58 if SPARSE_ATTENTION else 59}-77  │ final norm, output layer",
         "expert rank e holds experts 8e to 8e+7 of 256",
         "the busiest expert rank sees 1.5 x the average",
         "of its parameters are frozen",
@@ -116,7 +139,7 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
 
     usual = activations()
     assert activations("actor.recompute=none") > 3 * usual
-    assert activations("actor.layout.context=4") == pytest.approx(2 * usual, rel=0.1)
+    assert activations("actor.layout.context=2") == pytest.approx(2 * usual, rel=0.1)
     assert activations("actor.layout.tensor=2") > 1.5 * usual
 
 
@@ -205,14 +228,6 @@ def test_an_engine_cuts_experts_over_the_ranks_that_hold_the_same_ones(
     )
     arguments = (f"model.path={tmp_path}", "engine.tensor=8", "engine.extra_args=['--ep-size', '2']")
     assert plan(MATH, tmp_path / "plan.json", *arguments)[0] == 0
-
-
-def test_only_a_plan_imports_megatron() -> None:
-    """The other commands start without it: at the top of their modules stands nothing that imports it."""
-    for path in (CONFIGS.parent / "launch").glob("*.py"):
-        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
-        heavy = [node.module for node in top if str(node.module).startswith(("megatron_sao.megatron", "launch.plan"))]
-        assert not heavy or path.name.startswith("plan"), f"{path.name} imports {heavy}"
 
 
 def test_the_gpus_of_a_config_are_those_that_are_known() -> None:

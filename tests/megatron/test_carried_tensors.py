@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.sync.plan import Publishable
 from tests.support.family_ranks import BIAS, lengths_that_are_refused, publish_and_export
 from tests.support.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from tests.support.megatron_ranks import CRITIC_FREEZE, SEQUENCES, bfloat16_round_trip, row_of, story
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import (

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Pass, activations
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import StageMemory, frozen_names, role_memory
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
 from megatron_sao.types import ITEM_BYTES
 from tests.support.memory_ranks import Case, Held, measure, write_models
 from tests.support.ranks import run_ranks

@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_sao.config import LayoutConfig
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.megatron.model import build_critic, build_policy, read_hf_config
 from megatron_sao.megatron.parallel import Parallel, initialize
-from megatron_sao.megatron.platform import SPARSE_ATTENTION, Platform
+from megatron_sao.megatron.platform import Platform
 from tests.support.megatron_ranks import load_errors
 from tests.support.ranks import run_ranks
 from tests.support.tiny_models import make_tiny_critic, make_tiny_model

@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-from megatron_sao.megatron.freeze import frozen_hf_names
+from megatron_sao.megatron.frozen_names import frozen_hf_names
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.megatron.layer_specs import Attention, attention_of
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
 from megatron_sao.megatron.mapping.count import num_parameters
@@ -18,7 +19,6 @@ from megatron_sao.megatron.mapping.glm_moe_dsa import sharing_schedule
 from megatron_sao.megatron.mapping.hf_config import HFConfig, parse
 from megatron_sao.megatron.mapping.rope import Rope, Yarn
 from megatron_sao.megatron.mapping.table import bind, carried
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
 
 ROOT = Path(__file__).parent.parent.parent
 FILES = {path.stem: path for path in (ROOT / "tests" / "support" / "model_configs").glob("*.json")}

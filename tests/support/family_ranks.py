@@ -11,9 +11,9 @@ from torch import Tensor
 from megatron_sao.config import OptimizerConfig
 from megatron_sao.megatron import checkpoint
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.mapping import gather, hf_tensors
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.model import build_policy
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
 from megatron_sao.megatron.step import Trainer, score
 from megatron_sao.megatron.weight_files import carried_tensors
 from megatron_sao.sync.plan import Publishable, make_plan

@@ -12,7 +12,7 @@ from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
 from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
 from megatron_sao.megatron.freeze import freeze
-from megatron_sao.megatron.mapping import gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
 from megatron_sao.megatron.optimizer import wrap
 from megatron_sao.megatron.output_layer import Sums, loss_of_states

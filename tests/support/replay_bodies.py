@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_sao.data.routed_experts import ExpertReader, RouterShape
 from megatron_sao.megatron.forward import MicroBatch, _call, make_micro_batches, run_training
-from megatron_sao.megatron.mapping import gather, hf_tensors
+from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.output_layer import Sums, loss_of_states
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 
 Arch = Literal["qwen3_moe", "qwen3", "glm4_moe", "deepseek_v3", "glm_moe_dsa"]
 VOCAB_SIZE = 320

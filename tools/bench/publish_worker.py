@@ -30,8 +30,8 @@ from launch.tasks import both
 from launch.watch import Watch
 from megatron_sao.channel import Channel, ChannelServer, PublishPlanning, publish_plan_from
 from megatron_sao.config import ActorConfig, EngineConfig, LayoutConfig, ModelConfig, PublishConfig
+from megatron_sao.controller.model_file import vocab_size
 from megatron_sao.controller.publish import Publisher, PublishReport
-from megatron_sao.controller.run import vocab_size
 from megatron_sao.roles.spec import ActorSpec, Meeting
 from megatron_sao.rollout.server import SGLangServer
 from megatron_sao.rollout.sglang_client import SGLangEngine

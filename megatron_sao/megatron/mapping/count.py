@@ -1,6 +1,7 @@
 """How many numbers a model has, by its tables: no weights, no Megatron model, no torch memory."""
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from megatron_sao.megatron.mapping.architectures import ARCHITECTURES
@@ -30,3 +31,26 @@ def num_parameters(config: HFConfig) -> NumParameters:
         active=total - idle,
         mtp=sum(math.prod(tensor.shape) for tensor in beside if tensor.layer >= config.num_layers),
     )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LayerNumbers:
+    """Of one layer, of all its experts together."""
+
+    dense: int
+    dense_trained: int
+    expert: int
+    expert_trained: int
+
+
+def layer_numbers(config: HFConfig, frozen: Collection[str] = ()) -> tuple[LayerNumbers, ...]:
+    """[num_layers], without embedding, last norm and heads. `frozen`: HF names that are not trained."""
+    counts = [dict.fromkeys(LayerNumbers.__dataclass_fields__, 0) for _ in range(config.num_layers)]
+    for binding in bind(ARCHITECTURES[config.architecture], config, 1):
+        if not binding.hf_names[0].startswith("model.layers."):
+            continue
+        numbers, kind = sum(map(math.prod, binding.hf_shapes)), "dense" if binding.expert_rank is None else "expert"
+        counts[binding.layer][kind] += numbers
+        if not (binding.is_buffer or binding.is_constant or binding.hf_names[0] in frozen):
+            counts[binding.layer][f"{kind}_trained"] += numbers
+    return tuple(LayerNumbers(**count) for count in counts)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.megatron.mapping import rope, rows, shared
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, Derived, HFConfig
 from megatron_sao.megatron.mapping.table import Architecture
-from megatron_sao.megatron.platform import SPARSE_ATTENTION
 
 _SCHEDULE = ("index_topk_freq", "index_topk_pattern", "index_skip_topk_offset")
 

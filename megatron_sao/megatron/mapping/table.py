@@ -4,14 +4,17 @@ HF names are those on disk (one tensor per projection and expert, [out, in]). A 
 layer spec and, where it differs, for Transformer Engine's: the model has exactly one of them.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from megatron_sao.megatron.mapping.hf_config import ConfigFields, HFConfig
+
+if TYPE_CHECKING:  # tables are read by `sao plan`, which starts without torch
+    from torch import Tensor
 
 Scope = Literal["model", "layer", "dense_layer", "moe_layer", "expert", "indexer_layer", "mtp_layer"]
 Presence = Literal[

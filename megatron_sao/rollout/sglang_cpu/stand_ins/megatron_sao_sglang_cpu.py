@@ -21,19 +21,9 @@ def _leave_unregistered(*_: Any, **__: Any) -> None:
 def _with_plain_rope(plain: Any, scaled: Any) -> Any:
     """Of latent attention: on a CPU sglang asks for YaRN, which Moonlight has not. Its plain one works too."""
 
-    def get_rope(
-        head_size: int,
-        rotary_dim: int,
-        max_position: int,
-        base: int,
-        is_neox_style: bool = True,
-        rope_scaling: Any = None,
-        dtype: Any = None,
-        partial_rotary_factor: float = 1.0,
-        device: Any = None,
-    ) -> Any:
-        values = (head_size, rotary_dim, max_position, base, is_neox_style, rope_scaling, dtype, partial_rotary_factor)
-        return scaled(*values, device) if rope_scaling else plain(*values)
+    def get_rope(size: int, rotary: int, longest: int, base: int, halves: bool, scaling: Any, *rest: Any) -> Any:
+        values = (size, rotary, longest, base, halves, scaling)
+        return scaled(*values, *rest) if scaling else plain(*values, *rest[:-1])  # the last one is the device
 
     return get_rope
 
