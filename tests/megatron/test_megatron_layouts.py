@@ -124,6 +124,7 @@ def test_pieces_of_chosen_states_are_what_full_logits_give(told: dict[str, Any])
         assert found["gradients"] <= 1e-5
         assert found.get("logprobs", 0) <= 1e-6
         assert found.get("entropy", 0) <= 1e-6
+        assert found.get("calls", 1) == 1
     assert {answer["pieces"].get("pieces") for answer in told["answers"]} <= {None, 4}  # 10 states, then none
 
 

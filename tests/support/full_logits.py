@@ -48,7 +48,8 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
     """Pieces against full logits, for a wrapped model, two thirds of a row's states, and a row without any.
 
     The largest difference of log-probs (of scoring too) and entropies; of gradients, each parameter's relative to its
-    norm. On a rank without the last pipeline stage the gradients only.
+    norm. On a rank without the last pipeline stage the gradients only. And the calls of the output layer, which bring
+    in an overlapped optimizer's parameters, for one reading of its weight.
     """
     chosen = torch.arange(len(row.token_ids_B)) % 3 > 0
     actions, nothing = _chosen(row, chosen.nonzero()[:, 0]), _chosen(row, chosen.nonzero()[:0, 0])
@@ -78,6 +79,10 @@ def differences(model: Model, place: Parallel, row: MicroBatch, machine: Platfor
     found = {"gradients": max(float((a - b).norm() / b.norm().clamp_min(1e-12)) for a, b in pairs)}
     if not scored:
         return found
+    calls: list[Any] = []
+    with model.chunks[-1].output_layer.register_forward_pre_hook(lambda *_: calls.append(None)):
+        model.chunks[-1].output_weight()
+    found["calls"] = len(calls)
     joined = [{name: torch.cat([part[name] for part in parts]) for name in ("logprobs", "entropy")} for parts in sums]
     joined.append(joined[0] | {"logprobs": torch.cat(scored)})
     for name in ("logprobs", "entropy"):
