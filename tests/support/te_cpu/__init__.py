@@ -9,7 +9,6 @@ the shapes that it was called with: it never gives a result in silence.
     matmul norms softmax rows rope optimizer    kernels of the extension, each with `register(extension)`
     context_parallel  its thd kernels and fused attention, where the file is there
     permutation       the Triton kernels of the MoE permutation
-    weight_gradients  Apex's kernel that adds weight gradients to the main gradient
     device            answers about the device
     install           the order of it all; `hook/sitecustomize.py` calls it in every process that has hook/ on its
                       PYTHONPATH, before megatron.core is imported
@@ -17,3 +16,8 @@ the shapes that it was called with: it never gives a result in silence.
 What it does not show: flash attention and cuDNN's, the kernels' own arithmetic (sums here are float32 or wider), FP8,
 streams, NCCL, and the memory of kernels (unfused attention keeps all scores, which a GPU never holds).
 """
+
+import importlib.util
+
+TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
+"""Whether these tests run on Transformer Engine's layer spec: `make test-te` installs its wheel, nothing else does."""

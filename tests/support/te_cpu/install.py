@@ -48,7 +48,6 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 def _import_transformer_engine() -> None:
     from tests.support.te_cpu import extension, matmul, norms, optimizer, permutation, rope, rows, softmax
-    from tests.support.te_cpu import weight_gradients as gradients
 
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own word for: look for no CUDA libraries
     made = extension.make()
@@ -57,7 +56,6 @@ def _import_transformer_engine() -> None:
     if importlib.util.find_spec(f"{_HERE}.context_parallel") is not None:
         importlib.import_module(f"{_HERE}.context_parallel").register(made)
     sys.modules[extension.NAME] = made
-    sys.modules[gradients.NAME] = gradients.make()
     import transformer_engine.common
 
     transformer_engine.common.load_framework_extension = lambda framework: None
@@ -88,7 +86,7 @@ def _register_operators() -> None:
 
 
 def _announce(platform: Any) -> None:
-    """The platform on a CPU is as it is on CUDA with Transformer Engine and Apex."""
+    """The platform on a CPU is as it is on CUDA with Transformer Engine and without Apex."""
     find = platform._cpu_platform
 
     def cpu_platform() -> Any:
@@ -96,7 +94,8 @@ def _announce(platform: Any) -> None:
 
         found = find()
         device.pretend()
-        return dataclasses.replace(found, transformer_engine=True, fused_weight_gradients=True)
+        fused = platform._fuse_weight_gradients(True)
+        return dataclasses.replace(found, transformer_engine=True, fused_weight_gradients=fused)
 
     platform._cpu_platform = cpu_platform
     platform._complete_megatron = lambda: None

@@ -8,17 +8,17 @@ from tests.support.te_cpu.extension import Extension
 
 def register(extension: Extension) -> None:
     def forward(*args: object) -> Tensor:
-        return _fused_rope(extension, 1.0, *args)
+        return _fused_rope(extension, False, *args)
 
     def backward(*args: object) -> Tensor:
-        return _fused_rope(extension, -1.0, *args)
+        return _fused_rope(extension, True, *args)
 
     extension.fused_rope_forward, extension.fused_rope_backward = forward, backward
 
 
 def _fused_rope(  # noqa: PLR0913 - the extension's signature
     extension: Extension,
-    direction: float,
+    backward: bool,
     values: Tensor,
     freqs: Tensor,
     start_positions: Tensor | None,
@@ -42,7 +42,7 @@ def _fused_rope(  # noqa: PLR0913 - the extension's signature
         angles = freqs[: values.shape[0]]
     else:
         angles = freqs[: values.shape[1]].transpose(0, 1)
-    return _rotate(values, angles, direction, interleaved)
+    return _rotate(values, angles, backward, interleaved)
 
 
 def _packed_positions(boundaries: list[int], cp_size: int, cp_rank: int, *, num_tokens: int) -> Tensor:
@@ -58,13 +58,20 @@ def _packed_positions(boundaries: list[int], cp_size: int, cp_rank: int, *, num_
     return found
 
 
-def _rotate(values: Tensor, angles: Tensor, direction: float, interleaved: bool) -> Tensor:
-    """The rotation by +angles, or its transpose, that by -angles; what is behind the rotated numbers passes."""
+def _rotate(values: Tensor, angles: Tensor, backward: bool, interleaved: bool) -> Tensor:
+    """The rotation, or its transpose, of the first numbers of each head; those behind pass."""
     turned, rest = values[..., : angles.shape[-1]].float(), values[..., angles.shape[-1] :]
-    cos, sin = angles.cos(), angles.sin() * direction
-    if interleaved:
-        half = torch.stack((-turned[..., 1::2], turned[..., ::2]), dim=-1).flatten(-2)
+    cos, sin = angles.cos(), angles.sin()
+    if backward:
+        turned = turned * cos - _quarter(turned * sin, interleaved)
     else:
-        first, second = turned.chunk(2, dim=-1)
-        half = torch.cat((-second, first), dim=-1)
-    return torch.cat(((turned * cos + half * sin).to(values.dtype), rest), dim=-1)
+        turned = turned * cos + _quarter(turned, interleaved) * sin
+    return torch.cat((turned.to(values.dtype), rest), dim=-1)
+
+
+def _quarter(values: Tensor, interleaved: bool) -> Tensor:
+    """A quarter of a turn of each pair: neighbours, or numbers half a head apart."""
+    if interleaved:
+        return torch.stack((-values[..., 1::2], values[..., ::2]), dim=-1).flatten(-2)
+    first, second = values.chunk(2, dim=-1)
+    return torch.cat((-second, first), dim=-1)
