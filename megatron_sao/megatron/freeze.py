@@ -35,8 +35,8 @@ def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> F
     all others. Same on all ranks.
 
     Raises:
-        ValueError: a pattern that matches nothing, nothing left to train, or a Megatron tensor (such as the fused
-            query, key and value) of which one HF part is frozen and another trained.
+        ValueError: a pattern that matches nothing, nothing left to train, a Megatron tensor (such as the fused query,
+            key and value) of which one HF part is frozen and another trained, or experts of a layer of which some are.
     """
     tensors = [tensor for tensor in hf_tensors(model, parallel) if not tensor.is_buffer]  # no parameters
     frozen = frozen_hf_names(bindings_of(model, parallel), patterns)

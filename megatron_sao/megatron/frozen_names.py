@@ -1,11 +1,14 @@
 """HF names of what is not trained, by glob patterns, and what a trained parameter costs beside itself. Pure."""
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from megatron_sao.megatron.mapping.table import Binding
 
 GRADIENT_BYTES = 4  # of a trained parameter
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def frozen_hf_names(bindings: Sequence[Binding], patterns: Sequence[str]) -> frozenset[str]:
@@ -14,6 +17,7 @@ def frozen_hf_names(bindings: Sequence[Binding], patterns: Sequence[str]) -> fro
     frozen = _matching_names([name for binding in parameters for name in binding.hf_names], patterns)
     frozen |= {name for binding in parameters if binding.is_constant for name in binding.hf_names}
     _check_whole(bindings, frozen)
+    _check_experts(bindings, frozen)
     return frozen
 
 
@@ -50,3 +54,20 @@ def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
 def adam_bytes(item_bytes: int) -> int:
     """Of a trained parameter: two float32 moments, and a float32 main copy of one that has fewer bytes."""
     return 8 + (4 if item_bytes < 4 else 0)
+
+
+def _check_experts(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
+    """Transformer Engine computes a layer's experts on a rank as one, and asks only the first whether it is trained:
+    the others' gradients would be lost, or computed for nothing, by where the layout puts them."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for binding in bindings:
+        if binding.expert_rank is not None:
+            layers[_EXPERT.sub(".experts.*.", binding.hf_names[0])].append(binding.hf_names[0])
+    for pattern, names in layers.items():
+        cold = [name for name in names if name in frozen]
+        if cold and len(cold) < len(names):
+            warm = [name for name in names if name not in frozen]
+            raise ValueError(
+                f"the freeze patterns freeze {len(cold)} experts of a layer ({cold[0]}) and train {len(warm)} "
+                f"({warm[0]}), which Transformer Engine computes as one: give a pattern for all, {pattern}, or for none"
+            )
