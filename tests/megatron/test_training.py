@@ -62,6 +62,17 @@ DEEP_LAYOUTS = {
         num_ranks=4, pipeline=2, virtual_stages=2, plan=UNEVEN, overlap=True
     ),
 }
+CONTEXT_LAYOUTS = {
+    "context 2": Case(num_ranks=2, context=2, plan=ONE_EACH),
+    "context 2, plain optimizer, recompute": Case(
+        num_ranks=2, context=2, plan=ONE_EACH, distributed=False, recompute="full"
+    ),
+    "context 2 x expert 2, overlap": Case(num_ranks=2, context=2, expert=2, plan=ONE_EACH, overlap=True),
+    "context 2 x data 2, an empty micro-batch": Case(num_ranks=4, context=2, plan=UNEVEN),
+    "context 2 x tensor 2": Case(num_ranks=4, context=2, tensor=2, plan=ONE_EACH),
+    "context 2 x pipeline 2": Case(num_ranks=4, context=2, pipeline=2, plan=ONE_EACH),
+    "context 4": Case(num_ranks=4, context=4, plan=ONE_EACH),
+}
 """Of a model with five layers, which no number of stages here divides, the first one dense, and tied embeddings."""
 LATENT_LAYOUT = Case(num_ranks=2, tensor=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),))
 
@@ -114,6 +125,11 @@ def test_the_fixed_batch_has_what_the_comparison_needs(reference: Any) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_three_steps_learn_the_same_in_every_layout(name: str, plain: Told) -> None:
     assert_learns_the_same(LAYOUTS[name], *plain)
+
+
+@pytest.mark.parametrize("name", CONTEXT_LAYOUTS)
+def test_three_steps_learn_the_same_where_context_ranks_share_each_row(name: str, plain: Told) -> None:
+    assert_learns_the_same(CONTEXT_LAYOUTS[name], *plain)
 
 
 @pytest.mark.parametrize("name", DEEP_LAYOUTS)
