@@ -3,6 +3,8 @@
 Call it before DDP wraps the model: frozen parameters then have no gradient buffer and no optimizer state.
 """
 
+import re
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,6 +22,7 @@ from megatron_sao.megatron.mapping.transfer import (
 from megatron_sao.megatron.parallel import Parallel
 
 GRADIENT_BYTES = 4  # of a trained parameter
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,8 +41,8 @@ def freeze(model: MappedModel, parallel: Parallel, patterns: Sequence[str]) -> F
     all others. Same on all ranks.
 
     Raises:
-        ValueError: a pattern that matches nothing, nothing left to train, or a Megatron tensor (such as the fused
-            query, key and value) of which one HF part is frozen and another trained.
+        ValueError: a pattern that matches nothing, nothing left to train, a Megatron tensor (such as the fused query,
+            key and value) of which one HF part is frozen and another trained, or experts of a layer of which some are.
     """
     tensors = [tensor for tensor in hf_tensors(model, parallel) if not tensor.is_buffer]  # no parameters
     frozen = frozen_hf_names(bindings_of(model, parallel), patterns)
@@ -56,6 +59,7 @@ def frozen_hf_names(bindings: Sequence[Binding], patterns: Sequence[str]) -> fro
     frozen = _matching_names([name for binding in parameters for name in binding.hf_names], patterns)
     frozen |= {name for binding in parameters if binding.is_constant for name in binding.hf_names}
     _check_whole(bindings, frozen)
+    _check_experts(bindings, frozen)
     return frozen
 
 
@@ -86,6 +90,23 @@ def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
             raise ValueError(
                 f"Megatron holds {', '.join(binding.hf_names)} in one tensor; the freeze patterns freeze "
                 f"{', '.join(cold)} and train {', '.join(warm)}: give a pattern for all of them or for none"
+            )
+
+
+def _check_experts(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
+    """Transformer Engine computes a layer's experts on a rank as one, and asks only the first whether it is trained:
+    the others' gradients would be lost, or computed for nothing, by where the layout puts them."""
+    layers: dict[str, list[str]] = defaultdict(list)
+    for binding in bindings:
+        if binding.expert_rank is not None:
+            layers[_EXPERT.sub(".experts.*.", binding.hf_names[0])].append(binding.hf_names[0])
+    for pattern, names in layers.items():
+        cold = [name for name in names if name in frozen]
+        if cold and len(cold) < len(names):
+            warm = [name for name in names if name not in frozen]
+            raise ValueError(
+                f"the freeze patterns freeze {len(cold)} experts of a layer ({cold[0]}) and train {len(warm)} "
+                f"({warm[0]}), which Transformer Engine computes as one: give a pattern for all, {pattern}, or for none"
             )
 
 

@@ -1,7 +1,7 @@
 """Where Megatron-core runs: CUDA with NCCL, or a CPU with gloo. The only place that patches anything.
 
 Without CUDA, `install` gives the names of `torch.cuda` that Megatron-core calls while it trains a meaning on the CPU.
-With CUDA it changes nothing, but for what Megatron-core lacks where Transformer Engine is not installed.
+With CUDA it changes nothing, but for what Megatron-core lacks where Transformer Engine or Apex is not installed.
 """
 
 import contextlib
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 import megatron.core.post_training.modelopt.layers as whole_layers
+import megatron.core.tensor_parallel.layers as megatron_layers
 import megatron.core.tensor_parallel.random as megatron_random
 import megatron.core.transformer.moe.moe_utils as moe_utils
 import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -44,7 +45,7 @@ class Platform:
     device: torch.device
     backend: Literal["gloo", "nccl"]
     transformer_engine: bool  # the layer spec: Transformer Engine's, or Megatron-core's local one
-    fused_weight_gradients: bool  # Apex's kernel that adds weight gradients to the float32 buffer
+    fused_weight_gradients: bool  # the product that makes a weight's gradient adds it to the float32 buffer
     sparse_kernels: SparseKernels = "none"  # for sparse attention; none: scores of all pairs, in float32
 
 
@@ -63,9 +64,42 @@ def _cuda_platform() -> Platform:
         device=torch.device("cuda", torch.cuda.current_device()),
         backend="nccl",
         transformer_engine=has_transformer_engine,
-        fused_weight_gradients=importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None,
+        fused_weight_gradients=_fuse_weight_gradients(has_transformer_engine),
         sparse_kernels=_sparse_kernels(),
     )
+
+
+def _fuse_weight_gradients(has_transformer_engine: bool) -> bool:
+    """Whether every linear layer can. Transformer Engine's do by themselves; Megatron's own (the output layer, and all
+    of the local spec) refuse to be built without Apex's kernel, and get Transformer Engine's product in its place."""
+    if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None:
+        return True
+    if has_transformer_engine:
+        megatron_layers.fused_weight_gradient_mlp_cuda = _WeightGradients
+        megatron_layers._grad_accum_fusion_available = True
+    return has_transformer_engine
+
+
+class _WeightGradients:
+    """What Megatron calls of Apex's module, as Transformer Engine's layers compute it (2.9 and newer)."""
+
+    @staticmethod
+    def wgrad_gemm_accum_fp32(inputs: torch.Tensor, output_gradient: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """Adds the product of [tokens, out] and [tokens, in] to the gradient [out, in]."""
+        from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+        general_gemm(
+            inputs,
+            output_gradient,
+            out_dtype=main_grad.dtype,
+            layout="NT",
+            out=main_grad,
+            accumulate=True,
+            use_split_accumulator=True,
+            grad=True,
+        )
+
+    wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
 
 
 def _sparse_kernels() -> SparseKernels:

@@ -14,6 +14,7 @@ from megatron_sao.megatron.platform import SPARSE_ATTENTION
 from megatron_sao.types import ITEM_BYTES
 from tests.support.memory_ranks import Case, Held, measure, write_models
 from tests.support.ranks import run_ranks
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 
 pytestmark = pytest.mark.ranks
 
@@ -65,7 +66,7 @@ def predicted(root: Path, case: Case) -> tuple[StageMemory, ...]:
         case.config,
         dtype=case.dtype,
         frozen=frozen_names(hf, case.freeze),
-        transformer_engine=False,
+        transformer_engine=TRANSFORMER_ENGINE,
     )
 
 
@@ -89,7 +90,7 @@ def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -
         item_bytes=ITEM_BYTES[case.dtype],
         max_tokens=case.num_tokens,
         recompute=case.config.recompute,
-        transformer_engine=False,
+        transformer_engine=TRANSFORMER_ENGINE,
         expert_imbalance=1.0,
     )
     for pipeline_rank, stage in enumerate(predicted(root, case)):

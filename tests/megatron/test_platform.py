@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.support.ranks import RankError, run_ranks
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 
 pytestmark = pytest.mark.ranks
 
@@ -36,7 +37,7 @@ def test_cuda_names_mean_the_cpu() -> None:
     }
 
 
-def _pretend_cuda(rank: int) -> tuple[str, list[str], bool]:
+def _pretend_cuda(rank: int) -> tuple[str, list[str], bool, bool]:
     """A fake: `torch.cuda` says that it has a device. Nothing is run on it."""
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -55,11 +56,11 @@ def _pretend_cuda(rank: int) -> tuple[str, list[str], bool]:
         for name, value in vars(owner).items()
         if old.get(name) is not value
     ]
-    return found.backend, changed, latent.Linear is not None and not latent.HAVE_TE
+    return found.backend, changed, found.transformer_engine, latent.HAVE_TE
 
 
 def test_with_cuda_only_latent_attention_without_transformer_engine_is_touched() -> None:
-    assert run_ranks(1, _pretend_cuda) == [("nccl", [], True)]
+    assert run_ranks(1, _pretend_cuda) == [("nccl", [], TRANSFORMER_ENGINE, TRANSFORMER_ENGINE)]
 
 
 def _fail_on_rank_one(rank: int) -> None:

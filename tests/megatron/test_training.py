@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_sao.megatron.shard import Shard, take_shard
 from tests.support.ranks import RankError, run_ranks
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 from tests.support.tiny_models import VOCAB_SIZE, load_hf, make_tiny_model
 from tests.support.training_bodies import (
     all_frozen,
@@ -24,6 +25,7 @@ from tests.support.training_bodies import (
     warming_updates,
 )
 from tests.support.training_case import (
+    FUSIONS,
     Case,
     disturbed,
     make_batch,
@@ -52,6 +54,11 @@ LAYOUTS = {
     "pipeline 2 x tensor 2": Case(num_ranks=4, pipeline=2, tensor=2, plan=ONE_EACH),
     "pipeline 2 x expert 2, overlap": Case(num_ranks=4, pipeline=2, expert=2, plan=UNEVEN, overlap=True),
 }
+if TRANSFORMER_ENGINE:  # the others run with every kernel that can be fused
+    LAYOUTS |= {
+        "without fused kernels": Case(plan=ONE_EACH, unfused=FUSIONS),
+        "tensor 2 x expert 2 without fused kernels": Case(num_ranks=2, tensor=2, expert=2, unfused=FUSIONS),
+    }
 DEEP_LAYOUTS = {
     "pipeline 2, plain optimizer, selective recompute": Case(
         num_ranks=2, pipeline=2, plan=ONE_EACH, distributed=False, recompute="selective"

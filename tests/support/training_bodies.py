@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer, policy_update, score, value_update, values
+from megatron_sao.megatron.transformer_config import fused
 from tests.support.training_case import VOCAB_SIZE, digests, whole_model
 
 
@@ -94,6 +95,10 @@ def refused_inputs(trainer: Trainer, shard: Shard) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         score(trainer, np.zeros(1, dtype=np.int32))
     assert trainer.optimizer.num_updates == 0
+
+
+def fused_kernels(trainer: Trainer, shard: Shard) -> str:
+    return fused(trainer.model.config)
 
 
 def all_frozen(trainer: Trainer, shard: Shard) -> None:

@@ -1,5 +1,6 @@
 """A fixed batch and three SAO steps on it, on real ranks: what the layout tests run and compare."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ LOG_RATIOS = (-1.2, -0.25, -0.1, 0.0, 0.0, 0.1, 0.2, 0.9, 2.2)
 """What the rollout's log-probs differ by: inside the band, below it and above it, none near its edges."""
 
 Rank = tuple[MicroBatchPlan, ...]
+FUSIONS = ("apply_rope_fusion", "bias_activation_fusion", "moe_permute_fusion", "gradient_accumulation_fusion")
+"""Options of Megatron's that the product switches on where there are kernels for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,7 @@ class Case:
     dtype: str = "float32"
     critic_freeze: tuple[str, ...] = ("*.self_attn.*",)
     actor_freeze: tuple[str, ...] = ()
+    unfused: tuple[str, ...] = ()  # of FUSIONS
 
     @property
     def layout(self) -> LayoutConfig:
@@ -107,6 +111,8 @@ def make_trainer(
     directory: str, case: Case, parallel: Parallel, role: Literal["actor", "critic"], **fields: Any
 ) -> Trainer:
     platform = install()
+    if "gradient_accumulation_fusion" in case.unfused:  # linear layers ask for it when they are built
+        platform = dataclasses.replace(platform, fused_weight_gradients=False)
     options: dict[str, Any] = {"dtype": getattr(torch, case.dtype), "recompute": case.recompute}
     if role == "actor":
         model: Any = build_policy(directory, parallel, platform, **options)
@@ -118,6 +124,8 @@ def make_trainer(
             for name, parameter in model.named_parameters():
                 if name == "value_head.weight":
                     parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+    for option in case.unfused:
+        setattr(model.config, option, False)
     for name, parameter in model.named_parameters():
         if "_down_proj.weight" in name:  # of latent attention, whole on every rank; Transformer Engine says:
             parameter.tensor_model_parallel = True
