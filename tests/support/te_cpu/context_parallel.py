@@ -30,7 +30,21 @@ _BACKWARD = (
     "k", "v", "out", "d_out", "fake_dtype", "saved", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "s_quantizer",
     "dp_quantizer", "dqkv_quantizer", "cuda_graph",
 )  # fmt: skip
-_OFF = (  # what the fake attention has not
+_OFF = (
+    "dropout",
+    "page_table_k",
+    "page_table_v",
+    "s_quantizer",
+    "o_quantizer",
+    "dp_quantizer",
+    "dqkv_quantizer",
+    "bias",
+    "softmax_offset",
+    "rng_gen",
+    "return_max_logit",
+    "cuda_graph",
+    "bottom_right_diagonal",
+)  # fmt: skip; what the fake attention has not
 _INTO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"add": Tensor.add_, "copy": Tensor.copy_}
 
 
@@ -117,8 +131,8 @@ def _of_heads(grouped: Tensor, num_heads: int) -> Tensor:
 class FusedAttention:
     """cuDNN's fused attention over packed rows, by the extension's positional arguments.
 
-    `cu_seqlens` says how long sequences are, `cu_seqlens_padded` where they start. What lies between is padding: output, lse
-    and gradients are 0 there.
+    `cu_seqlens` says how long sequences are, `cu_seqlens_padded` where they start. What lies between is padding:
+    output, lse and gradients are 0 there.
     """
 
     def __init__(self, ext: Any) -> None:
@@ -283,7 +297,3 @@ def thd_grad_correction(grad: Tensor, grad_of_step: Tensor, boundaries: Tensor, 
 def _check_packed(packed: bool) -> None:
     if not packed:
         raise NotImplementedError("the fakes know the packed lse [h, t] only")
-
-    "dropout", "page_table_k", "page_table_v", "s_quantizer", "o_quantizer", "dp_quantizer", "dqkv_quantizer",
-    "bias", "softmax_offset", "rng_gen", "return_max_logit", "cuda_graph", "bottom_right_diagonal",
-)  # fmt: skip
