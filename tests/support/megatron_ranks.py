@@ -83,7 +83,7 @@ def kept(lengths: tuple[int, ...], place: parallel.Parallel) -> Tensor:
 
 
 def forward(model: Model, row: Row, place: parallel.Parallel, machine: platform.Platform) -> Tensor | None:
-    """Output [T, ...] at the row's tokens without padding, by Megatron's schedule, on the last stage; None on others."""
+    """Output [T, ...] at the row's tokens without padding, on the last pipeline stage; None on others."""
     model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
     part = micro_batch(row, place)
     rows = [part] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
@@ -99,7 +99,8 @@ def forward(model: Model, row: Row, place: parallel.Parallel, machine: platform.
 def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platform.Platform) -> dict[str, Tensor]:
     """Gradients of the weighted sum of losses (policy) or values (critic) under HF names, as a role makes them.
 
-    Every data-parallel rank has the same row, which counts as one action token: Megatron divides the sum over ranks by their number.
+    Every data-parallel rank has the same row, one action token of it: Megatron divides the sum over ranks by their
+    number.
     """
 
     def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
