@@ -1,6 +1,8 @@
 """The stand-ins of context parallelism against plain attention, and what of it is refused."""
 
+import dataclasses
 import types
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,13 @@ from torch import Tensor
 
 from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron.forward import context_part
-from megatron_sao.megatron.parallel import check_platform
+from megatron_sao.megatron.mapping.architectures import read_hf_config
+from megatron_sao.megatron.parallel import Parallel, check_platform
 from megatron_sao.megatron.platform import Platform
+from megatron_sao.megatron.transformer_config import transformer_config
 from tests.support.te_cpu import context_parallel as fakes
 from tests.support.te_cpu.extension import make
+from tests.support.tiny_models import make_tiny_model
 
 LENGTHS = (8, 4, 12)  # of sequences, in chunks for 2 context ranks
 HEADS, GROUPS, QK, V = 4, 2, 6, 5
@@ -151,3 +156,10 @@ def test_the_fake_attention_says_what_it_does_not_know(fused: Any) -> None:
 def test_without_transformer_engine_context_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match=r"layout\.context = 2.*set layout\.context = 1"):
         check_platform(LayoutConfig(num_ranks=2, context=2), NO_TE)
+
+
+def test_on_a_gpu_context_ranks_want_half_precision(tmp_path: Path) -> None:
+    hf = read_hf_config(make_tiny_model(tmp_path, seed=1))
+    gpu = dataclasses.replace(NO_TE, device=torch.device("cuda", 0), backend="nccl", transformer_engine=True)
+    with pytest.raises(ValueError, match=r"context = 2 with float32.*model\.dtype = bfloat16"):
+        transformer_config(hf, Parallel(context_size=2), gpu, dtype=torch.float32, recompute="none")

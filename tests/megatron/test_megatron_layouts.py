@@ -71,6 +71,7 @@ STORIES = [
     ("glm4", {"num_ranks": 4, "context": 2, "tensor": 2, "expert": 2}),
     ("deepseek", {"num_ranks": 4, "context": 2, "pipeline": 2}),
     ("moe", {"num_ranks": 4, "context": 4}),
+    ("glm5", {"num_ranks": 2, "context": 2}),
 ]
 
 
