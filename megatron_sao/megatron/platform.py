@@ -162,6 +162,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "device" in kwargs and _is_cuda(kwargs["device"]):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)  # that a copy to a GPU would need
         return factory(*args, **kwargs)
 
     create.__name__ = factory.__name__

@@ -24,6 +24,7 @@ _FUSED = {
 def transformer_config(
     hf: HFConfig, parallel: Parallel, platform: Platform, *, dtype: torch.dtype, recompute: Recompute
 ) -> TransformerConfig:
+    _check_context(parallel, platform, dtype)
     options: dict[str, Any] = {
         "kv_channels": hf.head_dim,
         **ARCHITECTURES[hf.architecture].options(hf),
@@ -67,6 +68,15 @@ def transformer_config(
         gradient_accumulation_fusion=platform.fused_weight_gradients,
         **options,
     )
+
+
+def _check_context(parallel: Parallel, platform: Platform, dtype: torch.dtype) -> None:
+    if parallel.context_size > 1 and platform.device.type == "cuda" and dtype is torch.float32:
+        raise ValueError(
+            f"layout.context = {parallel.context_size} with float32: the attention that context ranks share is "
+            "Transformer Engine's fused one, which takes half precision only: set model.dtype = bfloat16, or "
+            "layout.context = 1"
+        )
 
 
 def _pipeline_options(hf: HFConfig, parallel: Parallel) -> dict[str, Any]:

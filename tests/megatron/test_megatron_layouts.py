@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from tests.support.megatron_ranks import CRITIC_FREEZE, SEQUENCES, bfloat16_round_trip, row_of, story
 from tests.support.ranks import run_ranks
+from tests.support.te_cpu import needs_te
 from tests.support.tiny_models import (
     MOONLIGHT,
     ODD_VOCABULARY,
@@ -78,6 +79,11 @@ STORIES = [
     ("moe", {"num_ranks": 4, "pipeline": 2, "tensor": 2, "expert_tensor": 2}),
     ("deep_tied", {"num_ranks": 2, "pipeline": 2, "virtual_stages": 2}),
     ("deep_tied", {"num_ranks": 4, "pipeline": 2, "tensor": 2, "expert": 2}),
+    ("dense_tied", {"num_ranks": 2, "context": 2}),
+    ("glm4", {"num_ranks": 4, "context": 2, "tensor": 2, "expert": 2}),
+    ("deepseek", {"num_ranks": 4, "context": 2, "pipeline": 2}),
+    ("moe", {"num_ranks": 4, "context": 4}),
+    ("glm5", {"num_ranks": 2, "context": 2}),
 ]
 
 
@@ -95,7 +101,13 @@ def references(directories: Path) -> dict[str, dict[str, Any]]:
     return {name: _reference(directories / name) for name in MODELS}
 
 
-@pytest.fixture(scope="module", params=STORIES, ids=lambda case: f"{case[0]}-{'-'.join(map(str, case[1].values()))}")
+def named(case: tuple[str, dict[str, int]]) -> Any:
+    name, layout = case
+    words = [f"context{size}" if key == "context" else str(size) for key, size in layout.items()]
+    return pytest.param(case, id="-".join([name, *words]), marks=[needs_te] if "context" in layout else [])
+
+
+@pytest.fixture(scope="module", params=[named(case) for case in STORIES])
 def told(request: pytest.FixtureRequest, directories: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     name, layout = request.param
     out = tmp_path_factory.mktemp("out")

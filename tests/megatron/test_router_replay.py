@@ -13,6 +13,7 @@ from tests.megatron.test_megatron_layouts import _disk_gradients
 from tests.support.ranks import run_ranks
 from tests.support.replay_bodies import LAYERS, Routes, gradients_by_routes, weights_of
 from tests.support.routing_reference import chosen_by_hf, force
+from tests.support.te_cpu import needs_te
 from tests.support.tiny_models import load_hf, make_tiny_model
 from tests.support.training_case import Case, make_batch
 
@@ -33,6 +34,12 @@ CASES = {
     ),
     "tensor 2 x data 2 x expert 2, recompute, an empty micro-batch": Case(
         num_ranks=4, tensor=2, expert=2, plan=(((5, 3), (0, 4, 1)), ((2,), ())), distributed=False, recompute="full"
+    ),
+}
+CONTEXT_CASES = {
+    "context 2, recompute": Case(num_ranks=2, context=2, plan=ONE_EACH, distributed=False, recompute="full"),
+    "context 2 x tensor 2 x expert 4": Case(
+        num_ranks=4, context=2, tensor=2, expert=4, plan=ONE_EACH, distributed=False
     ),
 }
 
@@ -66,13 +73,13 @@ def world(directory: str, routes: dict[str, Routes]) -> World:
 
     @functools.cache
     def run(name: str) -> list[dict[str, Any]]:
-        case = CASES[name]
+        case = (CASES | CONTEXT_CASES)[name]
         return run_ranks(case.num_ranks, gradients_by_routes, directory, case, routes)
 
     return run
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=[*CASES, *(pytest.param(name, marks=needs_te) for name in CONTEXT_CASES)])
 def told(request: pytest.FixtureRequest, world: World) -> list[dict[str, Any]]:
     return world(request.param)
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megatron_sao.megatron.shard import Shard, take_shard
 from tests.support.ranks import RankError, run_ranks
-from tests.support.te_cpu import TRANSFORMER_ENGINE
+from tests.support.te_cpu import TRANSFORMER_ENGINE, needs_te
 from tests.support.tiny_models import VOCAB_SIZE, load_hf, make_tiny_model
 from tests.support.training_bodies import (
     all_frozen,
@@ -72,6 +72,18 @@ DEEP_LAYOUTS = {
 }
 """Of a model with five layers, which no number of stages here divides, the first one dense, tied embeddings, and a
 vocabulary that two tensor ranks do not divide."""
+CONTEXT_LAYOUTS = {
+    "context 2": Case(num_ranks=2, context=2, plan=ONE_EACH),
+    "context 2, plain optimizer, recompute": Case(
+        num_ranks=2, context=2, plan=ONE_EACH, distributed=False, recompute="full"
+    ),
+    "context 2 x expert 2, overlap": Case(num_ranks=2, context=2, expert=2, plan=ONE_EACH, overlap=True),
+    "context 2 x data 2, an empty micro-batch": Case(num_ranks=4, context=2, plan=UNEVEN),
+    "context 2 x tensor 2": Case(num_ranks=4, context=2, tensor=2, plan=ONE_EACH),
+    "context 2 x pipeline 2": Case(num_ranks=4, context=2, pipeline=2, plan=ONE_EACH),
+    "context 4": Case(num_ranks=4, context=4, plan=ONE_EACH),
+}
+LATENT_CONTEXT_LAYOUT = Case(num_ranks=2, context=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),))
 LATENT_LAYOUT = Case(num_ranks=2, tensor=2, expert=2, plan=(((1, 0), (2, 5, 4, 3)),))
 
 
@@ -126,6 +138,12 @@ def test_three_steps_learn_the_same_in_every_layout(name: str, plain: Told) -> N
     assert_learns_the_same(LAYOUTS[name], *plain)
 
 
+@needs_te
+@pytest.mark.parametrize("name", CONTEXT_LAYOUTS)
+def test_three_steps_learn_the_same_where_context_ranks_share_each_row(name: str, plain: Told) -> None:
+    assert_learns_the_same(CONTEXT_LAYOUTS[name], *plain)
+
+
 @pytest.mark.parametrize("name", DEEP_LAYOUTS)
 def test_three_steps_learn_the_same_on_uneven_stages_with_tied_embeddings(name: str, deep: Told) -> None:
     assert_learns_the_same(DEEP_LAYOUTS[name], *deep)
@@ -134,6 +152,12 @@ def test_three_steps_learn_the_same_on_uneven_stages_with_tied_embeddings(name: 
 def test_three_steps_learn_the_same_where_ranks_have_projections_whole(latent: Told) -> None:
     """Of latent attention: their gradients count once in the norm, whatever Megatron's linears say of themselves."""
     assert_learns_the_same(LATENT_LAYOUT, *latent)
+
+
+@needs_te
+def test_three_steps_of_latent_attention_learn_the_same_on_context_ranks(latent: Told) -> None:
+    """Keys and values have heads of unequal size; the row's other half is on another rank."""
+    assert_learns_the_same(LATENT_CONTEXT_LAYOUT, *latent)
 
 
 def assert_learns_the_same(case: Case, directory: str, rollout_A: NDArray[np.float32], reference: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_sao.config import LayoutConfig, OptimizerConfig
 from megatron_sao.megatron import checkpoint, parallel, platform
-from megatron_sao.megatron.forward import MicroBatch, run_scoring, run_training
+from megatron_sao.megatron.forward import MicroBatch, context_part, run_scoring, run_training
 from megatron_sao.megatron.freeze import freeze
 from megatron_sao.megatron.mapping.transfer import gather, hf_tensors
 from megatron_sao.megatron.model import Model, build_critic, build_policy
@@ -33,24 +33,31 @@ class Row:
     ids: Tensor
     positions: Tensor
     segments: Tensor
+    is_padding: Tensor
     labels: Tensor
     weights: Tensor
 
 
-def row_of(sequences: tuple[tuple[int, ...], ...], multiple: int) -> Row:
-    """The sequences end to end, padded to a multiple by a sequence of its own; weight 0 on padding."""
-    padding = -sum(map(len, sequences)) % multiple
-    parts = [torch.tensor(sequence) for sequence in sequences] + ([torch.full((padding,), 5)] if padding else [])
-    weights = [torch.arange(1.0, 1 + len(part)) for part in parts]
-    if padding:
-        weights[-1] = torch.zeros(padding)
+def row_of(sequences: tuple[tuple[int, ...], ...], multiple: int, each: int = 1) -> Row:
+    """The sequences end to end, each padded to a multiple of `each`, the row to `multiple * each` by a sequence of its
+    own; weight 0 on padding."""
+    padded = [(*sequence, *(5,) * (-len(sequence) % each)) for sequence in sequences]
+    rest = -sum(map(len, padded)) % (multiple * each)
+    parts = [torch.tensor(sequence) for sequence in padded] + ([torch.full((rest,), 5)] if rest else [])
+    real = torch.cat([torch.arange(len(p)) < n for p, n in zip(parts, [*map(len, sequences), 0], strict=False)])
     return Row(
         ids=torch.cat(parts)[None],
         positions=torch.cat([torch.arange(len(part)) for part in parts])[None],
         segments=torch.cat([torch.full((len(part),), i) for i, part in enumerate(parts)]),
+        is_padding=~real,
         labels=torch.cat([(part * 7 + 1) % 320 for part in parts])[None],
-        weights=torch.cat(weights)[None],
+        weights=(torch.cat([torch.arange(1.0, 1 + len(part)) for part in parts]) * real)[None],
     )
+
+
+def row_for(place: parallel.Parallel, *sequences: tuple[int, ...]) -> Row:
+    """That the ranks of a layout can share."""
+    return row_of(sequences, place.tensor_size, 2 * place.context_size if place.context_size > 1 else 1)
 
 
 def join(rank: int, layout: dict[str, int]) -> tuple[parallel.Parallel, platform.Platform]:
@@ -59,23 +66,30 @@ def join(rank: int, layout: dict[str, int]) -> tuple[parallel.Parallel, platform
     return place, machine
 
 
-def micro_batch(row: Row, *, counts: bool = True) -> MicroBatch:
-    """The whole row as states, counted as one action token, or as nothing."""
+def micro_batch(row: Row, place: parallel.Parallel, *, counts: bool = True) -> MicroBatch:
+    """This rank's part of the row as states; the whole row counts as one action token, or as nothing."""
+    lengths = tuple(torch.unique_consecutive(row.segments, return_counts=True)[1].tolist())
+    kept_B = kept(lengths, place)
     return MicroBatch(
-        token_ids_B=row.ids[0],
-        position_ids_B=row.positions[0],
-        lengths=tuple(torch.unique_consecutive(row.segments, return_counts=True)[1].tolist()),
-        state_index_a=torch.arange(row.ids.shape[1]),
-        targets_a=row.labels[0],
-        places_a=torch.zeros(int(counts), dtype=torch.int64),
-        columns={"weights": row.weights[0] * counts},
+        token_ids_B=row.ids[0, kept_B],
+        position_ids_B=row.positions[0, kept_B],
+        lengths=lengths,
+        state_index_a=torch.arange(len(kept_B)),
+        targets_a=row.labels[0, kept_B],
+        places_a=torch.zeros(int(counts and place.context_rank == 0), dtype=torch.int64),
+        columns={"weights": row.weights[0, kept_B] * counts},
     )
 
 
-def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None:
-    """Output [T, ...] of the row through Megatron's schedule, on the last pipeline stage; None on the others."""
+def kept(lengths: tuple[int, ...], place: parallel.Parallel) -> Tensor:
+    return torch.from_numpy(context_part(lengths, rank=place.context_rank, size=place.context_size))
+
+
+def forward(model: Model, row: Row, place: parallel.Parallel, machine: platform.Platform) -> Tensor | None:
+    """Output [T, ...] at the row's tokens without padding, on the last pipeline stage; None on others."""
     model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
-    rows = [micro_batch(row)] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
+    part = micro_batch(row, place)
+    rows = [part] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
 
     def read(output: Tensor, _: MicroBatch) -> Tensor:
         if model.hf_config.role == "critic":
@@ -83,13 +97,19 @@ def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None
         return full_logits(model.chunks[-1], output, model.hf_config.vocab_size)
 
     found = run_scoring(model, rows, read, machine)
-    return found[0] if found else None
+    if not found:
+        return None
+    whole = found[0].new_zeros(row.ids.shape[1], *found[0].shape[1:])
+    whole[kept(part.lengths, place)] = found[0]
+    torch.distributed.all_reduce(whole, group=place.context_group)
+    return whole[~row.is_padding]
 
 
 def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platform.Platform) -> dict[str, Tensor]:
     """Gradients of the weighted sum of losses (policy) or values (critic) under HF names, as a role makes them.
 
-    Every data-parallel rank has the same row as one action token: Megatron divides the sum over ranks by their number.
+    Every data-parallel rank has the same row, one action token of it: Megatron divides the sum over ranks by their
+    number.
     """
 
     def loss(output: Tensor, row: MicroBatch) -> tuple[Tensor, list[Sums]]:
@@ -102,8 +122,8 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
 
     if not (model.wrapped and isinstance(model.wrapped[0], DistributedDataParallel)):
         wrap(model, PLAIN)
-    others = [micro_batch(row, counts=False)] * (len(model.chunks) - 1)
-    run_training(model, [micro_batch(row), *others], loss, machine)
+    others = [micro_batch(row, place, counts=False)] * (len(model.chunks) - 1)
+    run_training(model, [micro_batch(row, place), *others], loss, machine)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros_like(parameter))
@@ -128,26 +148,25 @@ def published(model: Model, place: parallel.Parallel, directory: Path, *, direct
 def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path, out: Path) -> dict[str, Any]:
     """Everything that a layout must show, in one start of its ranks."""
     place, machine = join(rank, layout)
-    multiple = place.tensor_size
-    packed = row_of(SEQUENCES, multiple)
+    packed = row_for(place, *SEQUENCES)
     policy = build_policy(policy_dir, place, machine, dtype=torch.float32)
     checkpoint.load_policy(policy, policy_dir, place)
     checkpoint.export(policy, policy_dir, out / "policy", place, role="policy", max_file_bytes=50_000)
     critic = build_critic(critic_dir, place, machine, dtype=torch.float32, recompute="full")
     checkpoint.load_critic(critic, critic_dir, place)
     checkpoint.export(critic, critic_dir, out / "critic", place, role="critic")
-    alone = [(forward(policy, row_of((s,), multiple), machine), len(s)) for s in SEQUENCES]
+    alone = [forward(policy, row_for(place, sequence), place, machine) for sequence in SEQUENCES]
     answer = {
-        "logits": forward(policy, packed, machine),
-        "alone": [logits[:length] for logits, length in alone if logits is not None],
-        "values": forward(critic, packed, machine),
+        "logits": forward(policy, packed, place, machine),
+        "alone": [logits for logits in alone if logits is not None],
+        "values": forward(critic, packed, place, machine),
         "published": {
             sender: published(policy, place, policy_dir, direct=sender == "direct") for sender in ("gather", "direct")
         },
     }
     freeze(critic, place, CRITIC_FREEZE)
     wrap(policy, PLAIN)
-    answer["pieces"] = differences(policy, place, micro_batch(packed), machine)
+    answer["pieces"] = differences(policy, place, micro_batch(packed, place), machine)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
     answer["critic_gradients"] = gradients(critic, place, packed, machine)
     return answer
@@ -162,7 +181,7 @@ def bfloat16_round_trip(rank: int, layout: dict[str, int], policy_dir: Path, out
     critic = build_critic(policy_dir, place, machine, dtype=torch.bfloat16)
     checkpoint.load_critic(critic, policy_dir, place)
     checkpoint.export(critic, policy_dir, out / "critic", place, role="critic")
-    values = forward(critic, row_of(SEQUENCES, place.tensor_size), machine)
+    values = forward(critic, row_for(place, *SEQUENCES), place, machine)
     assert values is not None
     head = dict(critic.named_parameters())["value_head.weight"]
     return str(values.dtype), str(head.dtype), bool((values == 0).all())

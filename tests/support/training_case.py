@@ -39,6 +39,7 @@ class Case:
 
     num_ranks: int = 1
     tensor: int = 1
+    context: int = 1
     expert: int = 1
     expert_tensor: int = 1
     pipeline: int = 1
@@ -55,7 +56,7 @@ class Case:
 
     @property
     def layout(self) -> LayoutConfig:
-        names = ("num_ranks", "tensor", "expert", "expert_tensor", "pipeline", "virtual_stages")
+        names = ("num_ranks", "tensor", "context", "expert", "expert_tensor", "pipeline", "virtual_stages")
         return LayoutConfig(**{name: getattr(self, name) for name in names})
 
 
@@ -164,7 +165,7 @@ def shard_of(batch: Batch, case: Case, parallel: Parallel) -> tuple[Shard, NDArr
 def joined(parts_A: NDArray[np.float32], places: NDArray[np.int64], batch: Batch, parallel: Parallel) -> Any:
     """[A] of the whole batch on every rank, from each rank's shard: what the controller does between the roles."""
     whole = torch.zeros(batch.num_action_tokens)
-    if parallel.tensor_rank == parallel.pipeline_rank == 0:
+    if parallel.tensor_rank == parallel.context_rank == parallel.pipeline_rank == 0:
         whole[torch.from_numpy(places)] = torch.from_numpy(parts_A)
     torch.distributed.all_reduce(whole, group=parallel.world_group)
     return whole.numpy()
@@ -176,8 +177,8 @@ def absolute_loss(actor: Trainer, shard: Shard, advantages_A: NDArray[np.float32
     ratio = np.exp(logprobs_A - shard.rollout_logprobs[shard.is_action])
     trusted = (ratio > 1 - EPS_LOW) & (ratio < 1 + EPS_HIGH)
     total = torch.tensor(np.abs(ratio * advantages_A * logprobs_A)[trusted].sum())
-    torch.distributed.all_reduce(total, group=actor.parallel.data_group)
-    return float(total) / shard.num_action_tokens
+    torch.distributed.all_reduce(total, group=actor.parallel.data_group)  # context ranks have the same log-probs
+    return float(total) / actor.parallel.context_size / shard.num_action_tokens
 
 
 def three_steps(rank: int, directory: str, case: Case, rollout_A: NDArray[np.float32]) -> dict[str, Any]:

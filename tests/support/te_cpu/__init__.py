@@ -19,5 +19,11 @@ streams, NCCL, and the memory of kernels (unfused attention keeps all scores, wh
 
 import importlib.util
 
+import pytest
+
 TRANSFORMER_ENGINE = importlib.util.find_spec("transformer_engine") is not None
 """Whether these tests run on Transformer Engine's layer spec: `make test-te` installs its wheel, nothing else does."""
+
+needs_te = pytest.mark.skipif(
+    not TRANSFORMER_ENGINE, reason="context parallelism needs Transformer Engine: make test-te"
+)

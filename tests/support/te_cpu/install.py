@@ -4,14 +4,11 @@ the platform has been found."""
 import dataclasses
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
-
-_HERE = __package__ or ""
 
 
 def watch_imports() -> None:
@@ -47,14 +44,22 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
 
 def _import_transformer_engine() -> None:
-    from tests.support.te_cpu import extension, matmul, norms, optimizer, permutation, rope, rows, softmax
+    from tests.support.te_cpu import (
+        context_parallel,
+        extension,
+        matmul,
+        norms,
+        optimizer,
+        permutation,
+        rope,
+        rows,
+        softmax,
+    )
 
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own word for: look for no CUDA libraries
     made = extension.make()
-    for kernels in (matmul, norms, optimizer, rope, rows, softmax):
+    for kernels in (matmul, norms, optimizer, rope, rows, softmax, context_parallel):
         kernels.register(made)
-    if importlib.util.find_spec(f"{_HERE}.context_parallel") is not None:
-        importlib.import_module(f"{_HERE}.context_parallel").register(made)
     sys.modules[extension.NAME] = made
     import transformer_engine.common
 
@@ -64,6 +69,7 @@ def _import_transformer_engine() -> None:
     import transformer_engine.pytorch.triton.permutation as triton_kernels
 
     permutation.register(triton_kernels)
+    context_parallel.finish()
     gemm.get_cublas_workspace = _no_workspace
     _register_operators()
 
