@@ -120,7 +120,7 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
             return (output[0] * row.columns["weights"]).sum(), []
         return loss_of_states(output, row, of_piece, vocabulary(model, place))
 
-    if not (model.wrapped and isinstance(model.wrapped[0], DistributedDataParallel)):
+    if not any(isinstance(chunk, DistributedDataParallel) for chunk in model.wrapped):
         wrap(model, PLAIN)
     others = [micro_batch(row, place, counts=False)] * (len(model.chunks) - 1)
     run_training(model, [micro_batch(row, place), *others], loss, machine)
