@@ -1,8 +1,9 @@
 """Bytes of activations that one rank holds at its peak, while it trains on packed rows. Pure numbers.
 
 Counted per token and layer from what autograd saves in Megatron-core 0.16.1: with the local spec as measured on a CPU
-(attention scores are quadratic there), with Transformer Engine's as read in its source and in Megatron's (not run).
-Sparse attention likewise, in 0.19.2.
+(attention scores are quadratic there), with Transformer Engine's as read in its source and in Megatron's, and measured
+with its modules on torch's kernels (`make test-te`; the scores, which those keep, are not counted). Sparse attention
+likewise, in 0.19.2; its fused kernels are only read.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,8 @@
-"""What `megatron/memory.py` predicts, against what real ranks hold on a CPU; and the rehearsal before step 0."""
+"""What `megatron/memory.py` predicts, against what real ranks hold on a CPU; and the rehearsal before step 0.
+
+On Transformer Engine's layer spec the kernels are torch's here (`tests.support.te_cpu`): what its modules keep from
+forward to backward is measured, what kernels need for themselves is not.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -6,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Pass, activations
+from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, _in_flight, activations
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.memory import StageMemory, frozen_names, role_memory
@@ -80,11 +84,28 @@ def test_predicted_states_are_what_every_rank_holds(measured: Any, name: str) ->
             assert parts[part] == pytest.approx(getattr(held, part), rel=0.03), part
 
 
+def with_unfused_scores(
+    found: Activations, hf: HFConfig, way: Pass, chunks: tuple[range, ...], pipeline_rank: int
+) -> Activations:
+    """And the scores of all pairs, which no kernel on a GPU keeps, but Transformer Engine's attention without one does.
+
+    The local spec's are in the prediction."""
+    if not TRANSFORMER_ENGINE:
+        return found
+    scores = way.row**2 * hf.num_heads // way.layout.tensor * way.item_bytes  # of a layer
+    if way.recompute != "none":
+        return dataclasses.replace(found, layer_bytes=found.layer_bytes + scores)
+    in_flight = sum(map(len, chunks)) * _in_flight(way.layout, pipeline_rank)
+    return dataclasses.replace(found, kept_bytes=found.kept_bytes + round(in_flight * scores))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -> None:
     """Of the fullest rank in each stage: routers of random weights do not balance the others."""
     root, ranks, _ = measured
     case = CASES[name]
+    if TRANSFORMER_ENGINE and hf_config(root, case).computes_sparse:
+        pytest.skip("with Transformer Engine the plan counts on fused kernels for sparse attention: none on a CPU")
     way = Pass(
         layout=case.config.layout,
         item_bytes=ITEM_BYTES[case.dtype],
@@ -96,7 +117,8 @@ def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -
     for pipeline_rank, stage in enumerate(predicted(root, case)):
         peak = max(rank[name].activations for rank in ranks if rank[name].pipeline_rank == pipeline_rank)
         found = activations(hf_config(root, case), way, stage.layers, pipeline_rank)
-        assert found.peak_bytes == pytest.approx(peak, rel=0.25)
+        with_scores = with_unfused_scores(found, hf_config(root, case), way, stage.layers, pipeline_rank)
+        assert with_scores.peak_bytes == pytest.approx(peak, rel=0.25)
         way_as_planned = dataclasses.replace(way, expert_imbalance=EXPERT_IMBALANCE)
         assert stage.activations == activations(hf_config(root, case), way_as_planned, stage.layers, pipeline_rank)
 
@@ -117,10 +139,12 @@ def test_a_row_has_the_longest_sequences_that_the_model_takes(measured: Any) -> 
 
 
 def test_a_rehearsal_without_enough_memory_says_what_would_help(measured: Any) -> None:
-    _, _, (message, of_buckets) = measured
-    assert "policy, rank 0: the longest micro-batch, 12000000 tokens, does not fit in memory" in message
-    assert "tried to allocate 144000000000000 bytes" in message
-    assert ", publish 1.0 GiB; the largest part is activations" in message
-    assert 'set recompute = "full"; lower max_tokens_per_micro_batch' in message
+    _, _, (of_buckets, *of_a_mask) = measured
     assert f"tried to allocate {2**60} bytes" in of_buckets
     assert "the largest part is publish, 1073741824.0 GiB: lower publish.bucket_bytes" in of_buckets
+    for message in of_a_mask:
+        assert "policy, rank 0: the longest micro-batch, 12000000 tokens, does not fit in memory" in message
+        assert "tried to allocate 144000000000000 bytes" in message
+        assert ", publish 1.0 GiB; the largest part is activations" in message
+        assert 'set recompute = "full"; lower max_tokens_per_micro_batch' in message
+    assert len(of_a_mask) == 1 - TRANSFORMER_ENGINE

@@ -37,6 +37,7 @@ from megatron_sao.config import Config, parse
 from megatron_sao.controller.buckets import ANSWER_S
 from megatron_sao.roles.critic import source_directory
 from megatron_sao.roles.spec import Meeting, parse_spec
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 from tests.support.tiny_models import load_hf, make_tiny_critic, make_tiny_model
 
 pytestmark = pytest.mark.ranks
@@ -107,7 +108,8 @@ async def test_one_step_of_the_method_and_an_export_over_the_channel(tmp_path: P
     config = config_of(model, critic={"layout": {"num_ranks": 2, "pipeline": 2}})
     async with roles(config, tmp_path) as (channels, supervisor):
         facts = (await channels.actor.call(Describe(), timeout_s=60)).data
-        assert (facts["layer_spec"], facts["dispatcher"], facts["num_frozen"]) == ("local", "alltoall", 0)
+        spec = "transformer_engine" if TRANSFORMER_ENGINE else "local"
+        assert (facts["layer_spec"], facts["dispatcher"], facts["num_frozen"]) == (spec, "alltoall", 0)
         sizes = "tensor 1, context 1, expert 2, expert_tensor 1, expert_data 1, pipeline 1, data 2, virtual_stages 1"
         assert facts["layout"] == f"2 ranks: {sizes}"
         await check_score(channels, model)
@@ -118,7 +120,8 @@ async def test_one_step_of_the_method_and_an_export_over_the_channel(tmp_path: P
         await stop_roles(channels, supervisor)
         assert [status for _, status in supervisor.ended()] == [0, 0, 0, 0]
     log = (tmp_path / "critic-0.log").read_text()
-    assert "optimizer distributed torch Adam" in log
+    adam = "transformer_engine FusedAdam" if TRANSFORMER_ENGINE else "torch Adam"
+    assert f"optimizer distributed {adam}" in log
     assert "num_frozen_tensors 12" in log  # q, k, v, o and two norms in each of two layers
 
 

@@ -23,6 +23,7 @@ from megatron_sao.megatron.probe import longest_rows, rehearse
 from megatron_sao.megatron.shard import Shard
 from megatron_sao.megatron.step import Trainer, policy_update, value_update
 from tests.support.live_bytes import LiveBytes
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 
 MODELS = Path(__file__).parent.parent.parent / "configs" / "models"
 _TINY = {
@@ -189,11 +190,13 @@ def _optimizer_bytes(trainer: Trainer) -> int:
 
 
 def _too_large(rank: int, root: Path) -> list[str]:
-    """A mask of more bytes than there are addresses. Other ranks do not take part: no collective comes before it."""
+    """A mask of more bytes than there are addresses (Transformer Engine makes none), and such buckets of a publish.
+    Other ranks do not take part: no collective comes before it."""
     case = Case(model="moe", layout={"num_ranks": 4, "expert": 4})
     trainer = _trainer(rank, root / case.model, case)
+    tries = [(64, 2**60)] if TRANSFORMER_ENGINE else [(64, 2**60), (12_000_000, 2**30)]
     messages: list[str] = []
-    for num_tokens, publish_bytes in ((12_000_000, 2**30), (64, 2**60)) if rank == 0 else ():
+    for num_tokens, publish_bytes in tries if rank == 0 else ():
         try:
             rehearse(trainer, dataclasses.replace(case, num_tokens=num_tokens).config, publish_bytes=publish_bytes)
         except RuntimeError as error:

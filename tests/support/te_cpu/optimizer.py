@@ -28,7 +28,7 @@ def multi_tensor_l2norm(
     return norms.norm().reshape(1), norms
 
 
-def multi_tensor_adam(  # noqa: PLR0913 - the extension's signature
+def multi_tensor_adam(  # the extension's signature
     chunk: int,
     overflow: Tensor,
     lists: Sequence[Sequence[Tensor]],

@@ -45,7 +45,7 @@ def _copies(row_map: Tensor, num_experts: int, pad_offsets: Tensor | None) -> tu
     return token, expert, row if pad_offsets is None else row + pad_offsets[expert]
 
 
-def permute_with_mask_map(  # noqa: PLR0913 - the kernel's signature
+def permute_with_mask_map(  # the kernel's signature
     inp: Tensor,
     row_id_map: Tensor,
     probs: Tensor | None,
@@ -70,7 +70,7 @@ def permute_with_mask_map(  # noqa: PLR0913 - the kernel's signature
     return output, None, permuted_probs
 
 
-def unpermute_with_mask_map(  # noqa: PLR0913 - the kernel's signature
+def unpermute_with_mask_map(  # the kernel's signature
     inp: Tensor,
     row_id_map: Tensor,
     merging_probs: Tensor | None,
@@ -93,7 +93,7 @@ def unpermute_with_mask_map(  # noqa: PLR0913 - the kernel's signature
     return output, unpermuted_probs
 
 
-def unpermute_with_mask_map_bwd_with_merging_probs(  # noqa: PLR0913 - the kernel's signature
+def unpermute_with_mask_map_bwd_with_merging_probs(  # the kernel's signature
     fwd_output_grad: Tensor,
     row_id_map: Tensor,
     fwd_input: Tensor,

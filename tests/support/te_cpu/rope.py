@@ -16,7 +16,7 @@ def register(extension: Extension) -> None:
     extension.fused_rope_forward, extension.fused_rope_backward = forward, backward
 
 
-def _fused_rope(  # noqa: PLR0913 - the extension's signature
+def _fused_rope(  # the extension's signature
     extension: Extension,
     backward: bool,
     values: Tensor,
