@@ -31,7 +31,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
-    """Fails the test in whose time a report came: a task reports when it is collected, so it may be an earlier test's."""
+    """Fails the test in whose time a report came: tasks report when collected, so it may be an earlier test's."""
     yield
     if text := REPORTS.take():
         pytest.fail(f"asyncio reported, in this test or before it:\n{text}", pytrace=False)
