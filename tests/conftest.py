@@ -17,6 +17,7 @@ from megatron_sao.config import EngineConfig
 from megatron_sao.rollout.server import SGLangServer
 from tests.support.tiny_models import make_tiny_model
 
+pytest_plugins = ["tests.support.asyncio_reports"]
 LIVE_MAX_TOKENS = 4096
 T = TypeVar("T")
 

@@ -127,9 +127,8 @@ class RolloutService:
                 self._failed.result()
             return await task
         finally:
-            if not task.done():
-                task.cancel()
-                await asyncio.wait((task,))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)  # its error is seen
 
     def metrics(self) -> dict[str, Metric]:
         """The buffer's state, failures since the start, and means of the rewards' own metrics since the last call."""
