@@ -197,16 +197,14 @@ def _summed(loss: Loss, output: Tensor, row: MicroBatch) -> tuple[Tensor, Tensor
     """What Megatron's schedule wants: a sum that hangs on the graph, the number of its tokens, numbers to keep."""
     total, sums = loss(output, row)
     assert total.requires_grad, "an empty micro-batch needs a zero loss that hangs on the graph: its peers wait for it"
-    return total, torch.tensor(len(row.places_a), dtype=torch.int, device=total.device), sums
+    return total, torch.full((), len(row.places_a), dtype=torch.int, device=total.device), sums
 
 
 def _call(model: Any, row: MicroBatch, platform: Platform) -> Tensor:
     """Model output of a packed row: hidden states [B/tp, 1, H] of a policy or a stage, critic values [1, B]."""
     _check_lengths(get_attr_wrapped_model(model, "max_tokens"), row.lengths)
     device = row.token_ids_B.device
-    lengths = torch.tensor(row.lengths, device=device)
-    segments = torch.repeat_interleave(torch.arange(len(lengths), device=device), lengths)  # of the whole row
-    mask, packed = attention_inputs(segments, packed=takes_packed_rows(model.config, platform))
+    mask, packed = attention_inputs(row.lengths, device=device, packed=takes_packed_rows(model.config, platform))
     if packed is not None and model.config.context_parallel_size > 1:  # its attention asks for both
         packed = dataclasses.replace(
             packed, cu_seqlens_q_padded=packed.cu_seqlens_q, cu_seqlens_kv_padded=packed.cu_seqlens_kv

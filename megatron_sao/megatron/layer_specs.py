@@ -1,6 +1,7 @@
 """Layer specs for the two platforms, and what keeps the sequences of a packed row apart in their attention."""
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -127,20 +128,24 @@ def takes_packed_rows(config: TransformerConfig, platform: Platform) -> bool:
     return platform.transformer_engine or is_sparse(config)
 
 
-def attention_inputs(segment_ids: Tensor, *, packed: bool) -> tuple[Tensor | None, PackedSeqParams | None]:
+def attention_inputs(
+    lengths: Sequence[int], *, device: torch.device, packed: bool
+) -> tuple[Tensor | None, PackedSeqParams | None]:
     """What keeps the sequences of a packed row apart: `attention_mask` and `packed_seq_params` for the model's call.
 
-    `segment_ids` [T]: a sequence's tokens are neighbours and share a number; padding is a sequence of its own.
+    `lengths`: of the row's sequences in order, T in all; padding is a sequence of its own. The host knows them: nothing
+    here waits for the device.
     Not `packed`: a mask [1, 1, T, T], True where attention is forbidden, and None. Else: None, and the sequence
     boundaries (format thd).
     """
+    lengths_S = torch.tensor(lengths)
     if not packed:
-        position = torch.arange(len(segment_ids), device=segment_ids.device)
-        masked = (segment_ids[:, None] != segment_ids[None, :]) | (position[:, None] < position[None, :])
+        segments_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_S).to(device, non_blocking=True)
+        position_T = torch.arange(len(segments_T), device=device)
+        masked = (segments_T[:, None] != segments_T[None, :]) | (position_T[:, None] < position_T[None, :])
         return masked[None, None], None
-    _, lengths = torch.unique_consecutive(segment_ids, return_counts=True)
-    boundaries = F.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
+    boundaries = F.pad(lengths_S.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    longest = max(lengths)
     return None, PackedSeqParams(
         qkv_format="thd",
         cu_seqlens_q=boundaries,

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
@@ -44,7 +45,8 @@ class Prepared:
             return torch.from_numpy(array).to(platform.device)
 
         self.token_ids, self.positions = tensor(row.token_ids_B)[None], tensor(row.positions_B)[None]
-        self.mask, self.packed = attention_inputs(tensor(row.segments_B), packed=platform.transformer_engine)
+        lengths = np.bincount(row.segments_B).tolist()
+        self.mask, self.packed = attention_inputs(lengths, device=platform.device, packed=platform.transformer_engine)
         actions = tensor(row.actions_a)
         self.states, self.targets = actions - 1, self.token_ids[0, actions]
         self.num_actions = torch.tensor(len(actions), dtype=torch.int, device=platform.device)
