@@ -114,6 +114,15 @@ def published(model: Model, place: parallel.Parallel, directory: Path, *, direct
     return sent
 
 
+def gathered_onto_another_device(model: Model, place: parallel.Parallel) -> bool:
+    """Whether rank 0 counts every byte where the places are not on the model's device, which has the messages."""
+    source = MegatronSource(model, place)
+    (bucket,) = make_plan(source.tensors(), bucket_bytes=2**30, full=True).buckets
+    places = {spec.name: torch.empty(spec.shape, device="meta") for spec in bucket.tensors} if place.rank == 0 else None
+    num_bytes = source.gather(bucket.tensors, places, target=0, timeout_s=20)
+    return places is None or num_bytes + source.flatten(bucket.tensors, places) == bucket.num_bytes
+
+
 def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path, out: Path) -> dict[str, Any]:
     """Everything that a layout must show, in one start of its ranks."""
     place, machine = join(rank, layout)
@@ -133,6 +142,7 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
         "published": {
             sender: published(policy, place, policy_dir, direct=sender == "direct") for sender in ("gather", "direct")
         },
+        "gathered_onto_another_device": gathered_onto_another_device(policy, place),
     }
     freeze(critic, place, CRITIC_FREEZE)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
