@@ -33,6 +33,9 @@ class Row:
     labels: Tensor
     weights: Tensor
 
+    def to(self, device: torch.device) -> "Row":
+        return Row(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 def row_of(sequences: tuple[tuple[int, ...], ...], multiple: int) -> Row:
     """The sequences end to end, padded to a multiple by a sequence of its own; weight 0 on padding."""
@@ -62,9 +65,9 @@ def micro_batch(row: Row, *, counts: bool = True) -> MicroBatch:
         token_ids_B=row.ids[0],
         position_ids_B=row.positions[0],
         lengths=tuple(torch.unique_consecutive(row.segments, return_counts=True)[1].tolist()),
-        state_index_a=torch.arange(row.ids.shape[1]),
+        state_index_a=torch.arange(row.ids.shape[1], device=row.ids.device),
         targets_a=row.labels[0],
-        places_a=torch.zeros(int(counts), dtype=torch.int64),
+        places_a=torch.zeros(int(counts), dtype=torch.int64, device=row.ids.device),
         columns={"weights": row.weights[0] * counts},
     )
 
@@ -72,7 +75,9 @@ def micro_batch(row: Row, *, counts: bool = True) -> MicroBatch:
 def forward(model: Model, row: Row, machine: platform.Platform) -> Tensor | None:
     """Output [T, ...] of the row through Megatron's schedule, on the last pipeline stage; None on the others."""
     model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
-    rows = [micro_batch(row)] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
+    rows = [micro_batch(row.to(machine.device))] * len(
+        model.chunks
+    )  # as many as the interleaved schedule of two pipeline ranks wants
     found = run_scoring(model, rows, lambda output, _: output[0].clone(), machine)
     return found[0] if found else None
 
@@ -91,6 +96,7 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
         ).sum(), {}
 
     wrap(model, OptimizerConfig(learning_rate=1e-3, clip_norm=1.0, distributed=False))
+    row = row.to(machine.device)
     others = [micro_batch(row, counts=False)] * (len(model.chunks) - 1)
     run_training(model, [micro_batch(row), *others], loss, machine)
     with torch.no_grad():
@@ -148,6 +154,18 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
     answer["critic_gradients"] = gradients(critic, place, packed, machine)
     return answer
+
+
+def packed_and_alone(rank: int, layout: dict[str, int], directory: Path, dtype: str) -> dict[str, Any]:
+    """Logits of a packed row (this rank's part of the vocabulary), and of each of its sequences in a row of its own."""
+    place, machine = join(rank, layout)
+    policy = build_policy(directory, place, machine, dtype=getattr(torch, dtype))
+    checkpoint.load_policy(policy, directory, place)
+    packed, *alone = (
+        forward(policy, row_of(sequences, place.tensor_size), machine)
+        for sequences in (SEQUENCES, *((sequence,) for sequence in SEQUENCES))
+    )
+    return {"packed": packed, "alone": alone, "sparse_kernels": machine.sparse_kernels}
 
 
 def bfloat16_round_trip(rank: int, layout: dict[str, int], policy_dir: Path, out: Path) -> tuple[str, str, bool]:
