@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_sao.rollout.devices import visible_devices
 from tests.gpu.conftest import Figure, Ranks
 from tests.megatron.test_megatron_layouts import MODELS
 from tests.megatron.test_router_replay import distance, sequences
@@ -17,7 +18,8 @@ from tests.support.tiny_models import load_hf, make_tiny_model
 from tests.support.training_case import Case, disturbed, make_batch, start_logprobs, three_steps
 
 FAMILIES = ("moe", "dense_tied", "glm4", "deepseek", "glm5_shared_indexers")
-LOGPROB_BARS = {"float32": 1e-4, "bfloat16": 0.1}  # largest difference in nats
+LOGPROB_BARS = {"float32": 1e-4, "bfloat16": 0.1}
+"""Nats: the largest difference, and in bfloat16, where a token may get another expert, the mean."""
 ONE_EACH = (((5,), (3, 1), (0, 2), (4,)),)
 UNEVEN = (((5, 3), (0, 4, 1)), ((2,), ()))
 LAYOUTS = [
@@ -51,11 +53,15 @@ def test_logprobs_are_those_of_transformers(
         part = packed[start : start + len(sequence)]
         with torch.no_grad():
             expected = reference(torch.tensor([sequence])).logits[0].log_softmax(-1)
-        differences.append(float((part - expected).abs().max()))
-        apart.append(float((part - alone.float().log_softmax(-1)).abs().max()))
+        differences.append((part - expected).abs().flatten())
+        apart.append((part - alone.float().log_softmax(-1)).abs().flatten())
         start += len(sequence)
-    figure(f"nats from transformers, sparse kernels {answer['sparse_kernels']}", max(differences), LOGPROB_BARS[dtype])
-    figure("nats between a row and its sequences alone", max(apart), LOGPROB_BARS[dtype])
+    figure(
+        f"nats from transformers, sparse kernels {answer['sparse_kernels']}",
+        size_of(differences, dtype),
+        LOGPROB_BARS[dtype],
+    )
+    figure("nats between a row and its sequences alone", size_of(apart, dtype), LOGPROB_BARS[dtype])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +77,7 @@ def test_at_lag_zero_the_actor_gives_the_same_logprobs_in_any_packing(
     found = [
         ranks_(1, start_logprobs, directory, case)[0] for case in (Case(dtype=dtype), Case(dtype=dtype, plan=ONE_EACH))
     ]
-    figure("nats", float(np.abs(found[0] - found[1]).max()), LOGPROB_BARS[dtype])
+    figure("nats", size_of([torch.from_numpy(np.abs(found[0] - found[1]))], dtype), LOGPROB_BARS[dtype])
 
 
 @pytest.mark.gpu(1)
@@ -88,6 +94,8 @@ def test_replayed_experts_give_the_gradients_of_the_routers_own(tmp_path: Path, 
 def test_three_sao_steps_of_a_layout_are_those_of_one_rank(
     case: Case, directory: str, ranks_: Ranks, figure: Figure
 ) -> None:
+    if case.expert_tensor > case.tensor and not visible_devices():
+        pytest.skip("gathers unequal numbers of tokens, which gloo cannot")
     rollout = disturbed(ranks_(1, start_logprobs, directory, Case())[0])
     (expected,) = ranks_(1, three_steps, directory, Case(), rollout)
     found = ranks_(case.num_ranks, three_steps, directory, case, rollout)[0]
@@ -98,6 +106,11 @@ def test_three_sao_steps_of_a_layout_are_those_of_one_rank(
             2e-5,
         )
         assert largest(expected["after"][role], expected["before"][role]) > 1e-3
+
+
+def size_of(differences: list[torch.Tensor], dtype: str) -> float:
+    every = torch.cat(differences)
+    return float(every.max() if dtype == "float32" else every.mean())
 
 
 def largest(found: dict[str, Any], expected: dict[str, Any]) -> float:
