@@ -1,10 +1,21 @@
-# make setup | check | test | quickstart: each builds .venv first when it is missing or older than the pins.
+# make setup | check | test | test-gpu | quickstart: each builds .venv first when it is missing or older than the pins.
+# On a machine with an NVIDIA GPU .venv holds the GPU set, on Python 3.12; `make GPU= ...` takes the CPU set there too.
 # make test-megatron MEGATRON=0.18.2: the tests that run Megatron, with another megatron-core, in an environment of its own.
 # make test-te MEGATRON=0.19.2: the same tests on Transformer Engine's layer spec, its kernels played by torch on the CPU.
-PYTHON ?= python3.11
+GPU ?= $(shell nvidia-smi -L 2>/dev/null | grep -m 1 '^GPU')
 VENV := .venv
 BIN := $(VENV)/bin
+ifeq ($(strip $(GPU)),)
+PYTHON ?= python3.11
 PINS := requirements/cpu.txt requirements/cpu-no-deps.txt pyproject.toml
+INSTALLED := $(VENV)/.installed
+QUICKSTART :=
+else
+PYTHON ?= python3.12
+PINS := requirements/gpu.txt pyproject.toml
+INSTALLED := $(VENV)/.installed-gpu
+QUICKSTART := model.dtype=bfloat16 actor.layout.num_ranks=1 actor.layout.expert=1
+endif
 
 MEGATRON ?= 0.19.2
 MEGATRON_PYTHON ?= python3.12
@@ -16,14 +27,22 @@ MEGATRON_TESTS := tests/megatron tests/controller/test_deterministic.py tests/ro
 TE_PACKAGES := .te-packages
 TE_PATH := $(CURDIR)/tests/support/te_cpu/hook:$(CURDIR):$(CURDIR)/$(TE_PACKAGES)
 
-.PHONY: setup check test test-megatron test-te quickstart clean
+.PHONY: setup check test test-megatron test-te test-gpu quickstart clean
 
-setup: $(VENV)/.installed
+setup: $(INSTALLED)
 
 $(VENV)/.installed: $(PINS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --requirement requirements/cpu.txt
 	$(BIN)/pip install --quiet --no-deps --requirement requirements/cpu-no-deps.txt
+	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
+	touch $@
+
+# Transformer Engine is compiled: docs/gpu.md says what that needs, and how long it takes.
+$(VENV)/.installed-gpu: $(PINS)
+	@echo "an NVIDIA GPU is here: requirements/gpu.txt on $(PYTHON) (the CPU set: make clean, then make GPU= setup)"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/pip install --quiet --requirement requirements/gpu.txt pytest pytest-asyncio pytest-timeout ruff mypy
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -35,6 +54,9 @@ check: setup
 
 test: setup
 	$(BIN)/pytest
+
+test-gpu: setup
+	$(BIN)/pytest tests/gpu
 
 test-megatron: $(MEGATRON_VENV)/.installed
 	$(MEGATRON_VENV)/bin/pytest $(MEGATRON_TESTS)
@@ -56,7 +78,8 @@ $(MEGATRON_VENV)/.installed: $(MEGATRON_PINS)
 
 quickstart: setup
 	$(BIN)/python -m tools.quickstart
-	$(BIN)/sao train configs/quickstart.toml
+	$(if $(QUICKSTART),@echo "on a GPU, where the actor has one rank and the engine no float32: $(QUICKSTART)")
+	$(BIN)/sao train configs/quickstart.toml $(QUICKSTART)
 	$(BIN)/python -m tools.plot runs/quickstart
 
 clean:

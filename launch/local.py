@@ -1,6 +1,6 @@
 """One run on this machine: all processes started, watched, and stopped again.
 
-    engine server  ┐
+    engine server  ┐  (first, where it shares a GPU with a rank)
     actor ranks    ├─ in parallel ──> controller.run.train ──> roles stop ──> summary
     critic ranks   ┘
     watch: whoever dies ends the run
@@ -23,7 +23,7 @@ from launch.placement import Placement
 from launch.processes import Supervisor
 from launch.role_processes import start_roles, stop_roles
 from launch.run_directory import LOG_DIRECTORY
-from launch.tasks import both
+from launch.tasks import both, in_turn
 from launch.watch import Watch
 from megatron_sao.channel import ChannelServer
 from megatron_sao.config import Config, EngineConfig
@@ -52,6 +52,8 @@ async def run_locally(config: Config, directory: Path, work: Work | None = None)
     ranks = Supervisor()
     watch = Watch(ranks)
     LOG.info("starting the engine and the ranks; their logs are in %s", logs)
+    for sentence in placement.describe_shared(config.engine.extra_args):
+        LOG.info("%s", sentence)
     async with contextlib.AsyncExitStack() as stack:
         private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="sao-")))  # mode 0700
         stack.push_async_callback(asyncio.to_thread, ranks.stop, grace_s)
@@ -61,7 +63,9 @@ async def run_locally(config: Config, directory: Path, work: Work | None = None)
             config, server=server, supervisor=ranks, placement=placement, private=private, logs=logs
         )
         starting_engine = stack.enter_async_context(_engine(config, placement, watch, logs))
-        roles, engine = await watch.over(both(starting_roles, starting_engine, grace_s=grace_s), grace_s=grace_s)
+        parts = starting_engine, starting_roles
+        starting = in_turn(*parts) if placement.engine_shares else both(*parts, grace_s=grace_s)
+        engine, roles = await watch.over(starting, grace_s=grace_s)
         stack.callback(_fresh_threads)
         training = train(config, work, actor=roles.actor, critic=roles.critic, engine=engine, run_directory=directory)
         summary = await watch.over(training, grace_s=grace_s)
@@ -104,6 +108,6 @@ async def _engine(config: Config, placement: Placement, watch: Watch, logs: Path
 
 def engine_config(config: Config, placement: Placement) -> EngineConfig:
     """The engine's, with the flags that follow from the rest of the run."""
-    devices = ("--base-gpu-id", str(placement.engine_base)) if placement.engine else ()
+    devices = placement.engine_args(config.engine.extra_args)
     experts = ("--enable-return-routed-experts",) if config.actor.router_replay else ()
     return config.engine.model_copy(update={"extra_args": (*devices, *experts, *config.engine.extra_args)})

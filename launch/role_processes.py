@@ -15,7 +15,7 @@ from launch.processes import Process, Supervisor
 from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
 from megatron_sao.config import Config
 from megatron_sao.data.routed_experts import expert_directory
-from megatron_sao.roles.spec import ActorSpec, CriticSpec, Meeting, RankSpec
+from megatron_sao.roles.spec import ActorSpec, Backend, CriticSpec, Meeting, RankSpec
 from megatron_sao.rollout.server import NOT_INHERITED
 
 LOG = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ async def start_roles(
     """
     key = secrets.token_bytes(KEY_BYTES)
     port = await server.start(HOST, key)
-    for spec in rank_specs(config, port=port, key=key, private=private):
+    for spec in rank_specs(config, port=port, key=key, private=private, publish_backend=placement.publish_backend):
         start_rank(spec, supervisor=supervisor, environment=placement.environment(spec.role, spec.rank), logs=logs)
     start_s = config.engine.start_timeout_s
     actor, critic = await asyncio.gather(server.accept("actor", start_s), server.accept("critic", start_s))
@@ -81,7 +81,9 @@ async def stop_roles(roles: Roles, supervisor: Supervisor) -> None:
         LOG.warning("some ranks did not end within %.0f s of their stop command", STOP_S)
 
 
-def rank_specs(config: Config, *, port: int, key: bytes, private: Path) -> list[RankSpec]:
+def rank_specs(
+    config: Config, *, port: int, key: bytes, private: Path, publish_backend: Backend | None = None
+) -> list[RankSpec]:
     """One for each rank of each role. Each role has a world, and so a rendezvous file, of its own."""
     pid, seed, algorithm = os.getpid(), config.run.seed, config.algorithm
     experts = str(expert_directory(Path(config.run.directory)))
@@ -100,6 +102,7 @@ def rank_specs(config: Config, *, port: int, key: bytes, private: Path) -> list[
             eps_low=algorithm.eps_low,
             eps_high=algorithm.eps_high,
             bucket_bytes=config.publish.bucket_bytes,
+            publish_backend=publish_backend,
             expert_directory=experts if config.actor.router_replay else None,
         )
         for rank in range(config.actor.layout.num_ranks)

@@ -1,4 +1,4 @@
-"""Two coroutines side by side, with one outcome."""
+"""Two coroutines with one outcome."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -21,6 +21,14 @@ async def both(
         return tasks[0].result(), tasks[1].result()
     finally:
         await _end(tasks, grace_s)
+
+
+async def in_turn(first: Coroutine[Any, Any, FirstT], second: Coroutine[Any, Any, SecondT]) -> tuple[FirstT, SecondT]:
+    """Both results; the second one begins when the first has ended, and not at all if that fails."""
+    try:
+        return await first, await second
+    finally:
+        second.close()
 
 
 async def unless(danger: Coroutine[Any, Any, None], work: Coroutine[Any, Any, FirstT], *, grace_s: float) -> FirstT:

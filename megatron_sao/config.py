@@ -264,10 +264,11 @@ class MetricsConfig(Part):
 
 
 class ClusterConfig(Part):
-    """The machines that `sao plan` plans for."""
+    """The machines that `sao plan` plans for, and how a run uses the one that it is on."""
 
     gpu: Literal["A100-80GB", "H100-80GB", "H200-141GB", "B200-180GB"] = "H100-80GB"
     gpus_per_node: PositiveInt = 8
+    share_gpus: bool | None = None  # roles and engine, where GPUs are too few; none: if each role has one rank
 
 
 class Config(Part):

@@ -177,4 +177,4 @@ def code_lines(path: Path) -> int:
 
 def test_the_package_stays_small() -> None:
     lines = sum(code_lines(path) for path in SOURCES if PACKAGE in path.parents)
-    assert lines < 10_000, f"the package has {lines} lines of code"
+    assert lines < 12_000, f"the package has {lines} lines of code"

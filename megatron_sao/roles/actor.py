@@ -79,7 +79,8 @@ def build_actor(spec: ActorSpec, parallel: Parallel, platform: Platform, cancell
     trained = TrainedRole(trainer, frozen, role="policy", source_directory=directory, experts=experts)
     trained.log_description()
     source = MegatronSource(model, parallel, carried_tensors(directory))
-    sender = WeightSender(source, rank=parallel.rank, backend=platform.backend, host=spec.meeting.publish_host)
+    backend = spec.publish_backend or platform.backend
+    sender = WeightSender(source, rank=parallel.rank, backend=backend, host=spec.meeting.publish_host)
     return Actor(trained, sender, cancelled, eps_low=spec.eps_low, eps_high=spec.eps_high)
 
 

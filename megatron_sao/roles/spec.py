@@ -7,6 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from megatron_sao.channel.commands import explain
 from megatron_sao.config import ActorConfig, CriticConfig, ModelConfig, NonNegativeInt, PositiveFloat, PositiveInt
 
+Backend = Literal["gloo", "nccl"]
+
 
 class Meeting(BaseModel):
     """Where the ranks find each other and the controller."""
@@ -36,6 +38,7 @@ class ActorSpec(_RankSpec):
     eps_low: PositiveFloat
     eps_high: PositiveFloat
     bucket_bytes: PositiveInt  # of a publish
+    publish_backend: Backend | None = None  # of update groups; None: the world's own
     expert_directory: str | None = None  # of the recorded experts, where the actor replays them
 
 

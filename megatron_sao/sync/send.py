@@ -80,6 +80,9 @@ class _Filled:
 class WeightSender:
     """One per rank. Every rank calls every method in the same order.
 
+    `backend` is that of the update groups, and says where buckets are: on the GPU with "nccl", on the CPU with "gloo",
+    whatever the actor's own world (`group`) uses.
+
     `cancelled` is polled on rank 0, which has the channel: a role gives `RoleConnection.interrupted`, so that any
     command which follows during a join or a send (PublishLeave) ends it, on every source.
 

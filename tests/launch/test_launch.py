@@ -15,7 +15,6 @@ import pytest
 
 from launch.cli import command
 from launch.local import check
-from launch.placement import place
 from launch.run_directory import remove_unfinished, run_directory
 from launch.tasks import both, unless
 from megatron_sao.config import Config, load
@@ -186,17 +185,6 @@ def test_half_written_files_are_removed_and_whole_ones_stay(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text("{}\n")
     remove_unfinished(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "metrics.jsonl"]
-
-
-def test_every_process_gets_a_device_of_its_own(write_config: Callable[..., Path]) -> None:
-    config = config_of(write_config)
-    placement = place(config, ["0", "1", "2", "3"])
-    assert (placement.actor, placement.critic, placement.engine) == (("0", "1"), ("2",), ("3",))
-    assert placement.environment("critic", 0) == {"CUDA_VISIBLE_DEVICES": "2"}
-    assert placement.engine_base == 3
-    assert place(config, []).environment("actor", 1) == {}
-    with pytest.raises(ValueError, match=r"the run needs 4 GPUs \(actor.layout.num_ranks = 2, .* 3 are visible"):
-        place(config, ["0", "1", "2"])
 
 
 async def test_the_first_failure_ends_the_other_side() -> None:

@@ -187,6 +187,11 @@ def test_a_publish_sends_every_tensor_once_and_every_bit(told: dict[str, Any], d
         assert torch.equal(tensor, expected[name]), name
 
 
+def test_a_publish_may_fill_buckets_on_another_device_than_the_models(told: dict[str, Any]) -> None:
+    """On the CPU, where actor and engine share a GPU and the update group is gloo."""
+    assert all(answer["gathered_onto_another_device"] for answer in told["answers"])
+
+
 def test_an_export_is_a_whole_hf_directory(told: dict[str, Any], directories: Path) -> None:
     out, source = told["out"], directories / told["name"]
     assert load_hf(out / "policy")(torch.tensor([SEQUENCES[0]])).logits.shape[:2] == (1, 7)

@@ -25,7 +25,9 @@ def full_logits(chunk: PolicyModel, hidden: Tensor, num_ids: int) -> Tensor:
     tied = chunk.share_embeddings_and_output_weights
     shared = chunk.shared_embedding_or_output_weight() if tied else None
     logits: Tensor = ColumnParallelLinear.forward(chunk.output_layer, hidden, weight=shared)[0]
-    ids = dist.get_rank(chunk.pg_collection.tp) * logits.shape[-1] + torch.arange(logits.shape[-1])
+    ids = dist.get_rank(chunk.pg_collection.tp) * logits.shape[-1] + torch.arange(
+        logits.shape[-1], device=logits.device
+    )
     return logits[:, 0].masked_fill(ids >= num_ids, -torch.inf)
 
 

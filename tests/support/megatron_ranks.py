@@ -37,6 +37,9 @@ class Row:
     labels: Tensor
     weights: Tensor
 
+    def to(self, device: torch.device) -> "Row":
+        return Row(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 def row_of(sequences: tuple[tuple[int, ...], ...], multiple: int, each: int = 1) -> Row:
     """The sequences end to end, each padded to a multiple of `each`, the row to `multiple * each` by a sequence of its
@@ -74,9 +77,9 @@ def micro_batch(row: Row, place: parallel.Parallel, *, counts: bool = True) -> M
         token_ids_B=row.ids[0, kept_B],
         position_ids_B=row.positions[0, kept_B],
         lengths=lengths,
-        state_index_a=torch.arange(len(kept_B)),
+        state_index_a=torch.arange(len(kept_B), device=row.ids.device),
         targets_a=row.labels[0, kept_B],
-        places_a=torch.zeros(int(counts and place.context_rank == 0), dtype=torch.int64),
+        places_a=torch.zeros(int(counts and place.context_rank == 0), dtype=torch.int64, device=row.ids.device),
         columns={"weights": row.weights[0, kept_B] * counts},
     )
 
@@ -88,6 +91,7 @@ def kept(lengths: tuple[int, ...], place: parallel.Parallel) -> Tensor:
 def forward(model: Model, row: Row, place: parallel.Parallel, machine: platform.Platform) -> Tensor | None:
     """Output [T, ...] at the row's tokens without padding, on the last pipeline stage; None on others."""
     model.wrapped = model.wrapped or model.chunks  # type: ignore[assignment]
+    row = row.to(machine.device)
     part = micro_batch(row, place)
     rows = [part] * len(model.chunks)  # as many as the interleaved schedule of two pipeline ranks wants
 
@@ -122,6 +126,7 @@ def gradients(model: Model, place: parallel.Parallel, row: Row, machine: platfor
 
     if not any(isinstance(chunk, DistributedDataParallel) for chunk in model.wrapped):
         wrap(model, PLAIN)
+    row = row.to(machine.device)
     others = [micro_batch(row, place, counts=False)] * (len(model.chunks) - 1)
     run_training(model, [micro_batch(row, place), *others], loss, machine)
     with torch.no_grad():
@@ -145,6 +150,15 @@ def published(model: Model, place: parallel.Parallel, directory: Path, *, direct
     return sent
 
 
+def gathered_onto_another_device(model: Model, place: parallel.Parallel) -> bool:
+    """Whether rank 0 counts every byte where the places are not on the model's device, which has the messages."""
+    source = MegatronSource(model, place)
+    (bucket,) = make_plan(source.tensors(), bucket_bytes=2**30, full=True).buckets
+    places = {spec.name: torch.empty(spec.shape, device="meta") for spec in bucket.tensors} if place.rank == 0 else None
+    num_bytes = source.gather(bucket.tensors, places, target=0, timeout_s=20)
+    return places is None or num_bytes + source.flatten(bucket.tensors, places) == bucket.num_bytes
+
+
 def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path, out: Path) -> dict[str, Any]:
     """Everything that a layout must show, in one start of its ranks."""
     place, machine = join(rank, layout)
@@ -163,13 +177,26 @@ def story(rank: int, layout: dict[str, int], policy_dir: Path, critic_dir: Path,
         "published": {
             sender: published(policy, place, policy_dir, direct=sender == "direct") for sender in ("gather", "direct")
         },
+        "gathered_onto_another_device": gathered_onto_another_device(policy, place),
     }
     freeze(critic, place, CRITIC_FREEZE)
     wrap(policy, PLAIN)
-    answer["pieces"] = differences(policy, place, micro_batch(packed, place), machine)
+    answer["pieces"] = differences(policy, place, micro_batch(packed.to(machine.device), place), machine)
     answer["policy_gradients"] = gradients(policy, place, packed, machine)
     answer["critic_gradients"] = gradients(critic, place, packed, machine)
     return answer
+
+
+def packed_and_alone(rank: int, layout: dict[str, int], directory: Path, dtype: str) -> dict[str, Any]:
+    """Logits of a packed row (this rank's part of the vocabulary), and of each of its sequences in a row of its own."""
+    place, machine = join(rank, layout)
+    policy = build_policy(directory, place, machine, dtype=getattr(torch, dtype))
+    checkpoint.load_policy(policy, directory, place)
+    packed, *alone = (
+        forward(policy, row_of(sequences, place.tensor_size), machine)
+        for sequences in (SEQUENCES, *((sequence,) for sequence in SEQUENCES))
+    )
+    return {"packed": packed, "alone": alone, "sparse_kernels": machine.sparse_kernels}
 
 
 def bfloat16_round_trip(rank: int, layout: dict[str, int], policy_dir: Path, out: Path) -> tuple[str, str, bool]:

@@ -1,4 +1,4 @@
-"""Real torch.distributed ranks for tests: one process each, gloo over a file store, never left behind."""
+"""Real torch.distributed ranks for tests: one process each, over a file store, never left behind; gloo, or NCCL."""
 
 import multiprocessing
 import os
@@ -22,21 +22,27 @@ class RankError(AssertionError):
     """A rank raised, died or did not end in time; the message holds its traceback."""
 
 
-def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120) -> list[Any]:
-    """Run `function(rank, *args)` in `world_size` fresh processes that form one gloo world; results by rank.
+def run_ranks(
+    world_size: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120, gpus: bool = False
+) -> list[Any]:
+    """Run `function(rank, *args)` in `world_size` fresh processes that form one world; results by rank.
 
+    On the CPU over gloo, also where there are GPUs; with `gpus` over NCCL, each rank on the device of its number.
     `function` and `args` must be picklable (a function at the top of a module). The first failure ends all ranks.
 
     Raises:
         RankError: a rank raised (its traceback is in the message), died, or was not done after `timeout_s`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context: Any = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    if not gpus:
+        context.set_forkserver_preload(_PRELOAD)
     with tempfile.TemporaryDirectory(prefix="ranks-") as directory:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         store = str(Path(directory) / "store")
         processes = [
-            context.Process(target=_run, args=(rank, world_size, store, timeout_s, pipes[rank][1], function, args))
+            context.Process(
+                target=_run, args=(rank, world_size, store, timeout_s, pipes[rank][1], function, args, gpus)
+            )
             for rank in range(world_size)
         ]
         try:
@@ -80,20 +86,37 @@ def _receive(rank: int, receiver: Connection) -> Any:
 
 
 def _run(
-    rank: int, world_size: int, store: str, timeout_s: float, sender: Connection, function: Any, args: Any
+    rank: int, world_size: int, store: str, timeout_s: float, sender: Connection, function: Any, args: Any, gpus: bool
 ) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     try:
+        _take_device(rank if gpus else None)
         timeout = timedelta(seconds=timeout_s)
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
+            "nccl" if gpus else "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=timeout
         )
         value = function(rank, *args)
-        sender.send_bytes(pickle.dumps((True, value)))
+        sender.send_bytes(pickle.dumps((True, _on_cpu(value))))
     except BaseException:  # noqa: BLE001 - whatever it is, the test's process must see it
         sender.send_bytes(pickle.dumps((False, traceback.format_exc())))
         os._exit(1)  # peers may be inside a collective with us: do not wait for them
     finally:
         sender.close()
     dist.destroy_process_group()
+
+
+def _take_device(number: int | None) -> None:
+    if number is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for a device
+    else:
+        torch.cuda.set_device(number)
+
+
+def _on_cpu(value: Any) -> Any:
+    """A rank's answer, with its tensors where the test's process can compare them."""
+    if isinstance(value, torch.Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    return type(value)(map(_on_cpu, value)) if type(value) in (list, tuple) else value

@@ -124,7 +124,9 @@ def make_trainer(
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if name == "value_head.weight":
-                    parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+                    parameter.copy_(
+                        torch.empty(parameter.shape).normal_(0, 0.1, generator=torch.Generator().manual_seed(3))
+                    )
     for option in case.unfused:
         setattr(model.config, option, False)
     for name, parameter in model.named_parameters():
@@ -139,7 +141,7 @@ def make_trainer(
 def whole_model(trainer: Trainer) -> dict[str, NDArray[np.float32]]:
     names = [tensor.name for tensor in hf_tensors(trainer.model, trainer.parallel)]
     found = gather(trainer.model, trainer.parallel, names, torch.float32)
-    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+    return {name: tensor.cpu().numpy().copy() for name, tensor in found.items()}
 
 
 def digests(trainer: Trainer) -> dict[str, str]:
@@ -154,7 +156,7 @@ def digests(trainer: Trainer) -> dict[str, str]:
             place = f"expert{parallel.expert_rank}, shard{parallel.expert_tensor_rank}"
         else:
             place = "all" if bindings[name].layout.dim is None else f"tensor{parallel.tensor_rank}"
-        result[f"{place}/{name}"] = hashlib.sha256(parameter.detach().float().numpy().tobytes()).hexdigest()
+        result[f"{place}/{name}"] = hashlib.sha256(parameter.detach().float().cpu().numpy().tobytes()).hexdigest()
     return result
 
 
@@ -164,11 +166,11 @@ def shard_of(batch: Batch, case: Case, parallel: Parallel) -> tuple[Shard, NDArr
 
 def joined(parts_A: NDArray[np.float32], places: NDArray[np.int64], batch: Batch, parallel: Parallel) -> Any:
     """[A] of the whole batch on every rank, from each rank's shard: what the controller does between the roles."""
-    whole = torch.zeros(batch.num_action_tokens)
+    whole = torch.zeros(batch.num_action_tokens, device=install().device)
     if parallel.tensor_rank == parallel.context_rank == parallel.pipeline_rank == 0:
         whole[torch.from_numpy(places)] = torch.from_numpy(parts_A)
     torch.distributed.all_reduce(whole, group=parallel.world_group)
-    return whole.numpy()
+    return whole.cpu().numpy()
 
 
 def absolute_loss(actor: Trainer, shard: Shard, advantages_A: NDArray[np.float32]) -> float:
@@ -176,7 +178,7 @@ def absolute_loss(actor: Trainer, shard: Shard, advantages_A: NDArray[np.float32
     logprobs_A = logprobs(actor, shard).astype(np.float64)
     ratio = np.exp(logprobs_A - shard.rollout_logprobs[shard.is_action])
     trusted = (ratio > 1 - EPS_LOW) & (ratio < 1 + EPS_HIGH)
-    total = torch.tensor(np.abs(ratio * advantages_A * logprobs_A)[trusted].sum())
+    total = torch.tensor(np.abs(ratio * advantages_A * logprobs_A)[trusted].sum(), device=install().device)
     torch.distributed.all_reduce(total, group=actor.parallel.data_group)  # context ranks have the same log-probs
     return float(total) / actor.parallel.context_size / shard.num_action_tokens
 

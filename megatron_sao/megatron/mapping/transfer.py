@@ -162,6 +162,7 @@ class Shards:
     def __init__(self, model: MappedModel, parallel: Parallel) -> None:
         self._model, self._config, self._parallel = model, model.hf_config, parallel
         self._parameters = named_tensors(model)
+        self._device = next(iter(self._parameters.values())).device  # on which the world's messages are
         self._bindings = {name: binding for binding in bindings_of(model, parallel) for name in binding.hf_names}
 
     def receive(
@@ -176,8 +177,9 @@ class Shards:
         """Bring the pieces that other ranks hold to their places in `wholes` on global rank `target` (None elsewhere).
 
         Collective. Returns the bytes that this rank received. Each piece is one message, received where it belongs or,
-        if that is no contiguous place, by way of a copy: memory above `wholes` is one piece at most. What an overlapped
-        optimizer has not brought in comes first, once after its step, by the group's own deadline.
+        if that is no contiguous place on the model's device, by way of a copy: memory above `wholes` is one piece at
+        most. What an overlapped optimizer has not brought in comes first, once after its step, by the group's own
+        deadline.
 
         Raises:
             ValueError: a name that the model does not have.
@@ -195,7 +197,7 @@ class Shards:
                     _send(shard.pieces(parameter, wanted), sent, target, end_s)
                 elif own_rank == target != holder:
                     assert wholes is not None, "the target has the places"
-                    num_bytes += _receive(shard.places(wholes), holder, end_s)
+                    num_bytes += _receive(shard.places(wholes), self._device, holder, end_s)
         return num_bytes
 
     def copy_own(self, names: Sequence[str], wholes: Mapping[str, Tensor]) -> int:
@@ -272,9 +274,10 @@ def _send(pieces: Mapping[str, Tensor], dtype: torch.dtype, target: int, end_s: 
         _finish(dist.isend(message, dst=target), f"{name} for rank {target}", end_s)
 
 
-def _receive(places: Mapping[str, Tensor], holder: int, end_s: float | None) -> int:
+def _receive(places: Mapping[str, Tensor], device: torch.device, holder: int, end_s: float | None) -> int:
     for name, place in places.items():
-        message = place if place.is_contiguous() else torch.empty(place.shape, dtype=place.dtype, device=place.device)
+        is_there = place.is_contiguous() and place.device == device
+        message = place if is_there else torch.empty(place.shape, dtype=place.dtype, device=device)
         _finish(dist.irecv(message.view(torch.uint8), src=holder), f"{name} of rank {holder}", end_s)
         if message is not place:
             place.copy_(message)
