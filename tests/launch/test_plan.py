@@ -183,13 +183,13 @@ def test_bad_input_is_status_2_and_says_what_would_do(
     ("overrides", "role", "message"),
     [
         (
-            ("actor.layout={num_ranks=8, tensor=8, expert=8}",),
+            ("actor.max_tokens_per_micro_batch=2000000",),
             "actor",
             "the largest part is activations.*lower max_tok",
         ),
         (("actor.recompute=none",), "actor", 'the largest part is activations.*set recompute = "full"'),
         (
-            ("actor.optimizer.distributed=false",),
+            ("actor.optimizer.distributed=false", "actor.max_tokens_per_micro_batch=262144"),
             "actor",
             "the largest part is optimizer.*optimizer.distributed = true",
         ),
