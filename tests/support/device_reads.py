@@ -60,10 +60,13 @@ class _Methods(TorchFunctionMode):
 
 
 def _note(found: list[str], name: str) -> None:
-    """The caller is the innermost function that is not torch's."""
-    frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "contextlib"):
+    """The caller is the innermost function that is neither torch's nor of this module."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and _module(frame).startswith(("torch.", "contextlib", __name__)):
         frame = frame.f_back
-    module = frame.f_globals.get("__name__", "") if frame is not None else ""
-    if module.startswith(_OURS) and module != __name__:
-        found.append(f"{name} in {module}:{frame.f_lineno}")
+    if frame is not None and _module(frame).startswith(_OURS):
+        found.append(f"{name} in {_module(frame)}:{frame.f_lineno}")
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
