@@ -13,10 +13,10 @@ from pathlib import Path
 from launch.placement import Placement
 from launch.processes import Process, Supervisor
 from megatron_sao.channel import Channel, ChannelError, ChannelServer, Describe, RoleError, Stop
-from megatron_sao.config import Config
+from megatron_sao.config import Config, LayoutConfig
 from megatron_sao.data.routed_experts import expert_directory
 from megatron_sao.roles.spec import ActorSpec, Backend, CriticSpec, Meeting, RankSpec
-from megatron_sao.rollout.server import NOT_INHERITED
+from megatron_sao.rollout.server import EXACT_FLOAT32, NOT_INHERITED
 
 LOG = logging.getLogger(__name__)
 HOST = "127.0.0.1"
@@ -60,14 +60,15 @@ async def start_roles(
 def start_rank(
     spec: RankSpec, *, supervisor: Supervisor, environment: Mapping[str, str], logs: Path, interface: str = "lo"
 ) -> Process:
-    """One rank, with `environment` added to its own."""
+    """One rank, with `environment` added to its own. What a person has set for the GPU stays."""
     own = rank_environment(os.environ, num_threads=spec.config.num_threads, interface=interface)
+    gpu = gpu_environment(spec.config.layout)
     return supervisor.start(
         f"{spec.role} rank {spec.rank}",
         RANK_COMMAND,
         log_path=logs / f"{spec.role}-{spec.rank}.log",
         stdin=spec_text(spec),
-        environment={**own, **environment},
+        environment={**gpu, **own, **environment},
     )
 
 
@@ -136,6 +137,18 @@ def rank_environment(parent: Mapping[str, str], *, num_threads: int, interface: 
         "PYTHONWARNINGS": "ignore::FutureWarning,ignore::DeprecationWarning",  # the end of a log is for what failed
     }
     return kept | fixed
+
+
+def gpu_environment(layout: LayoutConfig) -> dict[str, str]:
+    """What CUDA's libraries read as they start; without a GPU nobody does.
+
+    NCCL: what SGLang sets in its own processes, since both sides of an update group must choose the same transport.
+    One queue of kernels where tensor or context ranks talk during a product: Megatron-core counts on it that a message
+    is on its way before the product takes the whole GPU.
+    """
+    nccl = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    overlap = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.tensor > 1 or layout.context > 1 else {}
+    return {**EXACT_FLOAT32, **nccl, **overlap}
 
 
 async def built(channel: Channel, timeout_s: float) -> None:

@@ -41,7 +41,7 @@ class MicroBatch:
     targets_a: Tensor  # int64, the action tokens
     places_a: Tensor  # int64, of these actions among the shard's [A]
     columns: Mapping[str, Tensor]  # [a] each: what the loss needs per action token
-    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, on the CPU
+    routed_experts_B: Tensor | None = None  # [B, layers of this rank, top_k] to be replayed, `staged`
 
 
 Loss = Callable[[Tensor, MicroBatch], tuple[Tensor, list[Sums]]]
@@ -113,9 +113,12 @@ def lay_out(
     }
     return MicroBatch(
         lengths=tuple(padded),
-        columns={name: torch.from_numpy(column[places[mine]]).to(device) for name, column in columns_A.items()},
-        **{name: torch.from_numpy(array).to(device) for name, array in arrays.items()},
-        routed_experts_B=_routed(shard, source[kept_B]),
+        columns={
+            name: staged(column[places[mine]], device).to(device, non_blocking=True)
+            for name, column in columns_A.items()
+        },
+        **{name: staged(array, device).to(device, non_blocking=True) for name, array in arrays.items()},
+        routed_experts_B=_routed(shard, source[kept_B], device),
     )
 
 
@@ -126,10 +129,16 @@ def _taken(array_T: NDArray[Any], source: NDArray[np.int64], filler: Any) -> NDA
     return taken
 
 
-def _routed(shard: Shard, source_B: NDArray[np.int64]) -> Tensor | None:
+def _routed(shard: Shard, source_B: NDArray[np.int64], device: torch.device) -> Tensor | None:
     if shard.routed_experts is None:
         return None
-    return torch.from_numpy(_taken(shard.routed_experts, source_B, NOT_RECORDED))
+    return staged(_taken(shard.routed_experts, source_B, NOT_RECORDED), device)
+
+
+def staged(array: NDArray[Any], device: torch.device) -> Tensor:
+    """On the CPU, where a GPU takes it from without a wait: a copy out of pageable memory waits for the GPU's work."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def context_part(lengths: Sequence[int], *, rank: int, size: int) -> NDArray[np.int64]:

@@ -3,8 +3,10 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.backends import LocalSpecProvider
@@ -138,13 +140,12 @@ def attention_inputs(
     Not `packed`: a mask [1, 1, T, T], True where attention is forbidden, and None. Else: None, and the sequence
     boundaries (format thd).
     """
-    lengths_S = torch.tensor(lengths)
     if not packed:
-        segments_T = torch.repeat_interleave(torch.arange(len(lengths)), lengths_S).to(device, non_blocking=True)
+        segments_T = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(device, non_blocking=True)
         position_T = torch.arange(len(segments_T), device=device)
         masked = (segments_T[:, None] != segments_T[None, :]) | (position_T[:, None] < position_T[None, :])
         return masked[None, None], None
-    boundaries = F.pad(lengths_S.cumsum(0), (1, 0)).to(torch.int32).to(device, non_blocking=True)
+    boundaries = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32).to(device, non_blocking=True)
     longest = max(lengths)
     return None, PackedSeqParams(
         qkv_format="thd",

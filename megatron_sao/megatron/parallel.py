@@ -88,7 +88,9 @@ def initialize(
     """
     check_platform(layout, platform)
     timeout = timedelta(seconds=timeout_s)
-    if not dist.is_initialized():
+    if (
+        not dist.is_initialized()
+    ):  # without a device_id: torch would split every later NCCL group, also one with engines
         dist.init_process_group(
             platform.backend, init_method=init_method, rank=rank, world_size=layout.num_ranks, timeout=timeout
         )

@@ -44,7 +44,7 @@ class RouterReplay:
         """
         own = None
         if ids is not None:  # sequence parallel cuts the row
-            own = ids.chunk(self._num_parts)[self._part].to(self._device)
+            own = ids.chunk(self._num_parts)[self._part].to(self._device, non_blocking=True)
         self._ids = own
         output = forward()
         if output.requires_grad:

@@ -37,6 +37,11 @@ PORT_TAKEN = "address already in use"
 PROGRESS_S = 20.0
 NOT_INHERITED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
+EXACT_FLOAT32 = {"NVIDIA_TF32_OVERRIDE": "0"}
+"""For cuBLAS, in engine and ranks: float32 products in full. SGLang asks for TF32 (10 bits of mantissa) where some
+models route, and Transformer Engine in every float32 layer: the two would choose other experts, with other log-probs.
+"""
+
 
 class SGLangServer:
     """A running server. Whoever has it calls `stop`; it also ends when this process does, however that comes."""
@@ -180,7 +185,7 @@ def child_environment(parent: Mapping[str, str], config: EngineConfig) -> dict[s
     }
     loopback = {"GLOO_SOCKET_IFNAME": "lo"} if _is_loopback(config.host) else {}
     if not sglang_cpu.is_needed():
-        return {**kept, **fixed, **loopback}
+        return {**EXACT_FLOAT32, **kept, **fixed, **loopback}
     cores = resolve_cores(config.cpu_cores, num_ranks=config.tensor, allowed=os.sched_getaffinity(0))
     return {**kept, **fixed, **loopback, **sglang_cpu.environment(cores, parent.get("PYTHONPATH"))}
 

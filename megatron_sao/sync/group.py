@@ -4,11 +4,13 @@ A group built otherwise than by SGLang's `init_custom_process_group` makes both 
 """
 
 import logging
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -26,6 +28,7 @@ Result = TypeVar("Result")
 
 STORE_TIMEOUT = timedelta(seconds=60)  # of one request to a store
 CONNECT_TIMEOUT = timedelta(seconds=5)  # a store is there before anyone hears of it: one that is not has been closed
+_ON_ERROR = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _POLL_S = 0.0002
 _MAX_POLL_S = 0.002
 
@@ -59,11 +62,29 @@ def build_group(
     store.set_timeout(timeout)
     prefixed = PrefixStore(group_name, store)
     group: dist.ProcessGroup
-    group, _ = c10d._new_process_group_helper(
-        world_size, 0, [], dist.Backend(backend), prefixed, group_name=c10d.GroupName(group_name), timeout=timeout
-    )
+    with errors_left_to_us():
+        group, _ = c10d._new_process_group_helper(
+            world_size, 0, [], dist.Backend(backend), prefixed, group_name=c10d.GroupName(group_name), timeout=timeout
+        )
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
+
+
+@contextmanager
+def errors_left_to_us() -> Iterator[None]:
+    """NCCL groups made here live on after an error: torch's watchdog would end this rank with an engine that dies.
+
+    A group reads the variable when it is made. Those of training keep torch's way: a rank is worth nothing alone.
+    """
+    before = os.environ.get(_ON_ERROR)
+    os.environ[_ON_ERROR] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ON_ERROR]
+        else:
+            os.environ[_ON_ERROR] = before
 
 
 def wait_until(done: Callable[[], bool], timeout_s: float, cancelled: Cancelled) -> None:

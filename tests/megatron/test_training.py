@@ -16,6 +16,7 @@ from tests.support.training_bodies import (
     all_frozen,
     clipped_update,
     decayed_update,
+    device_reads,
     poisoned_update,
     refused_inputs,
     scored,
@@ -248,6 +249,12 @@ def test_a_gradient_that_is_not_finite_steps_nothing_and_is_named_on_every_rank(
     assert first == second
     if pipeline == 2:
         assert "rank 1: model.layers.1." in first  # and not what the first stage has in its place
+
+
+def test_no_micro_batch_waits_for_what_our_own_code_reads_of_the_device(directory: str) -> None:
+    (reads,) = run_ranks(1, with_trainer, directory, Case(logits_tokens=7), "actor", device_reads, {})
+    assert [each.partition(" in ")[0] for each in reads.pop("read")] == ["nonzero", "_local_scalar_dense"]
+    assert reads == {"run_training": [], "run_scoring": []}
 
 
 def test_the_rate_warms_up_with_the_optimizers_own_counter(directory: str) -> None:

@@ -16,7 +16,15 @@ from safetensors.torch import load_file
 
 from launch.placement import Placement
 from launch.processes import ProcessDied, Supervisor
-from launch.role_processes import Roles, rank_environment, rank_specs, spec_text, start_roles, stop_roles
+from launch.role_processes import (
+    Roles,
+    gpu_environment,
+    rank_environment,
+    rank_specs,
+    spec_text,
+    start_roles,
+    stop_roles,
+)
 from launch.watch import Watch
 from megatron_sao.channel import (
     ActorUpdate,
@@ -33,7 +41,7 @@ from megatron_sao.channel import (
     Score,
     publish_plan_from,
 )
-from megatron_sao.config import Config, parse
+from megatron_sao.config import Config, LayoutConfig, parse
 from megatron_sao.controller.buckets import ANSWER_S
 from megatron_sao.roles.critic import source_directory
 from megatron_sao.roles.spec import Meeting, parse_spec
@@ -242,6 +250,15 @@ def test_a_rank_starts_without_keys_in_its_environment_and_without_proxies(tmp_p
     assert environment["OMP_NUM_THREADS"] == "2"
     assert environment["HOME"] == "/h"
     assert not {"HTTP_PROXY", "https_proxy", "RANK"} & set(environment)
+
+
+def test_a_rank_tells_cuda_what_megatron_and_the_engine_count_on_and_a_person_has_the_last_word() -> None:
+    alone, tensor, context = (
+        gpu_environment(LayoutConfig(**sizes))
+        for sizes in ({}, {"num_ranks": 2, "tensor": 2}, {"num_ranks": 2, "context": 2})
+    )
+    assert alone == {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    assert tensor == context == alone | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
 
 
 def test_a_specification_survives_the_way_through_stdin_and_a_wrong_one_is_named(tmp_path: Path) -> None:

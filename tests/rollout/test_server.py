@@ -331,6 +331,8 @@ def test_where_cuda_is_nothing_stands_in(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(sglang_cpu, "is_needed", lambda: False)
     child = child_environment({"PATH": "/bin"}, EngineConfig(cpu_cores="last"))
     assert not {"PYTHONPATH", "SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & child.keys()
+    assert child["NVIDIA_TF32_OVERRIDE"] == "0"
+    assert child_environment({"NVIDIA_TF32_OVERRIDE": "1"}, EngineConfig())["NVIDIA_TF32_OVERRIDE"] == "1"
     config = EngineConfig(tensor=2, extra_args=("--mem-fraction-static", "0.7"))
     command = launch_command(config, port=5, model_path="m", dtype="bfloat16", key_file=Path("k.yaml"))
     assert "--device" not in command

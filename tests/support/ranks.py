@@ -110,6 +110,7 @@ def _take_device(number: int | None) -> None:
     if number is None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for a device
     else:
+        os.environ.setdefault("NVIDIA_TF32_OVERRIDE", "0")  # as a run's ranks have it
         torch.cuda.set_device(number)
 
 

@@ -8,9 +8,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from megatron_sao.megatron import step
 from megatron_sao.megatron.shard import Shard
-from megatron_sao.megatron.step import Trainer, policy_update, score, value_update, values
+from megatron_sao.megatron.step import Trainer, logprobs, policy_update, score, value_update, values
 from megatron_sao.megatron.transformer_config import fused
+from tests.support.device_reads import watching
 from tests.support.training_case import VOCAB_SIZE, digests, whole_model
 
 
@@ -95,6 +97,28 @@ def refused_inputs(trainer: Trainer, shard: Shard) -> None:
     with pytest.raises(ValueError, match="at least 2"):
         score(trainer, np.zeros(1, dtype=np.int32))
     assert trainer.optimizer.num_updates == 0
+
+
+def device_reads(trainer: Trainer, shard: Shard) -> dict[str, list[str]]:
+    """What our own code reads of device tensors in the micro-batches of an update and of a scoring; and of a read."""
+    advantages = np.linspace(-1, 1, shard.num_local_action_tokens)
+    found: dict[str, list[str]] = {}
+
+    def watched(name: str, schedule: Any) -> Any:
+        def run(*args: Any, **options: Any) -> Any:
+            with watching() as found[name]:
+                return schedule(*args, **options)
+
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("run_training", "run_scoring"):
+            patch.setattr(step, name, watched(name, getattr(step, name)))
+        policy_update(trainer, shard, advantages, eps_low=0.3, eps_high=5.0, version=5)
+        logprobs(trainer, shard)
+    with watching() as found["read"]:
+        float(torch.ones(1).nonzero().sum())
+    return found
 
 
 def fused_kernels(trainer: Trainer, shard: Shard) -> str:

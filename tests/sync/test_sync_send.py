@@ -1,5 +1,6 @@
 """The sender alone: ranks that disagree, and waits that end."""
 
+import os
 import threading
 import time
 from datetime import timedelta
@@ -7,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.distributed import distributed_c10d as c10d
 
 from megatron_sao.sync import group
-from megatron_sao.sync.group import open_store
+from megatron_sao.sync.group import build_group, open_store
 from megatron_sao.sync.plan import digest, make_plan
 from megatron_sao.sync.send import WeightSender, compare_digests
 from tests.support.ranks import run_ranks
@@ -159,3 +162,21 @@ def test_the_store_listens_on_its_host_alone() -> None:
         listening = [line.split()[1] for line in table if line.split()[3] == "0A"]
     addresses = [address for address in listening if address.endswith(f":{store.port:04X}")]
     assert addresses == [f"0100007F:{store.port:04X}"]
+
+
+@pytest.mark.parametrize("before", [None, "3"])
+def test_only_an_update_group_outlives_an_error_of_nccl(monkeypatch: pytest.MonkeyPatch, before: str | None) -> None:
+    """A group of torch reads the variable as it is made; 0: its watchdog leaves errors alone."""
+    name, seen = "TORCH_NCCL_ASYNC_ERROR_HANDLING", []
+    monkeypatch.delenv(name, raising=False)
+    if before is not None:
+        monkeypatch.setenv(name, before)
+    make = c10d._new_process_group_helper
+
+    def watched(*args: Any, **options: Any) -> Any:
+        seen.append(os.environ[name])
+        return make(*args, **options)
+
+    monkeypatch.setattr(c10d, "_new_process_group_helper", watched)
+    group.destroy([build_group(HashStore(), "gloo", f"alone {before}", 1, 5.0)])
+    assert (seen, os.environ.get(name)) == (["0"], before)
