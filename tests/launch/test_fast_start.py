@@ -123,6 +123,21 @@ def test_a_model_path_that_may_be_a_name_on_the_hub_is_told_how_to_get_the_direc
             assert remedy in said
 
 
+def test_a_run_in_the_working_directory_is_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", str(ROOT / MATH), "model.path=no/such-model", "run.directory=."]) == 2
+    assert "hf download no/such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "fault"), [("{bad", "is not JSON: "), ("[]", "holds a list, not an object")])
+def test_a_config_json_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, fault: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for name in ("train", "plan"):
+        assert command([name, str(ROOT / MATH), f"model.path={tmp_path}"]) == 2
+        assert f"{tmp_path / 'config.json'} {fault}" in capsys.readouterr().err
+
+
 def test_every_bench_is_found_by_name_and_has_what_the_command_calls() -> None:
     found = benches()
     assert list(found) == ["publish", "step"]
