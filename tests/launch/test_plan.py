@@ -170,6 +170,10 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
             ("engine.extra_args=['--mem-fraction-static', 'much']",),
             "engine.extra_args: --mem-fraction-static = 'much' is not a number",
         ),
+        (
+            ("model.dtype=float32",),
+            r"actor\.layout: context = 4 with float32: .*set model.dtype = bfloat16, or context = 1",
+        ),
         (("cluster.gpu=T4",), "'A100-80GB', 'H100-80GB', 'H200-141GB' or 'B200-180GB'"),
         (
             ("model.path=no/such-model",),
