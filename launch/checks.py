@@ -31,7 +31,7 @@ def how_to_get(config: Config) -> str:
     """The remedy where `model.path` is no directory but may be a name on the Hugging Face hub; else empty."""
     path = config.model.path
     owner, _, name = path.partition("/")
-    is_local = Path(owner).is_dir() or owner == Path(config.run.directory).parts[0]
+    is_local = Path(owner).is_dir() or owner in Path(config.run.directory).parts[:1]
     if is_local or not re.fullmatch(r"[\w.-]*\w/\w[\w.-]*", path):
         return ""
     directory = f"models/{name}"

@@ -78,13 +78,28 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         each.add_argument(
             "overrides", nargs="*", default=(), metavar="key.path=value", help="replaces what the file says"
         )
-    plan.add_argument("--json", type=Path, metavar="FILE", help="write the plan there")
+    plan.add_argument("--json", type=_new_file, metavar="FILE", help="write the plan there")
     plan.add_argument("--search", action="store_true", help="find layouts: for the fewest GPUs, or for --gpus")
     plan.add_argument("--gpus", type=int, metavar="N", help="with --search: how many there are")
     bench = commands.add_parser("bench", help="measure this machine; exit status 1 when a bar is missed")
     if arguments and arguments[0] == "bench":
         _add_benches(bench, arguments)
-    return parser.parse_args(arguments)
+    options, others = parser.parse_known_args(arguments)
+    if options.command == "bench" or any(other.startswith("-") for other in others):
+        parser.parse_args(arguments)  # says which it does not know
+    else:
+        options.overrides = [*options.overrides, *others]  # argparse takes none that follows an option
+    return options
+
+
+def _new_file(text: str) -> Path:
+    """What takes minutes is not lost at its end for want of a directory."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory: give a file")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {text}: {path.parent} is no directory that can be written to")
+    return path
 
 
 class _Version(argparse.Action):
@@ -105,7 +120,7 @@ def _add_benches(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> N
     subparsers = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
     for name, summary in benches().items():
         each = subparsers.add_parser(name, help=summary)
-        each.add_argument("--json", type=Path, metavar="FILE", help="write every case there")
+        each.add_argument("--json", type=_new_file, metavar="FILE", help="write every case there")
         if name in arguments:
             bench(name).add_arguments(each)
 

@@ -146,10 +146,15 @@ def trained_role(config: Config, role: RoleConfig, hf: HFConfig) -> RolePlan:
     """The actor or the critic, as `hf.role` says. The one place that says whether a layout fits.
 
     Raises:
-        ValueError: the layout does not divide the model's sizes.
+        ValueError: the layout does not divide the model's sizes, or shares rows that cannot be shared.
     """
     layout, dtype = role.layout, config.model.dtype
     name: RoleName = "critic" if hf.role == "critic" else "actor"
+    if layout.context > 1 and not shares_rows(config):
+        raise ValueError(
+            f"{name}.layout: context = {layout.context} with {dtype}: the attention that context ranks share takes "
+            "half precision only: set model.dtype = bfloat16, or context = 1"
+        )
     _check(
         f"{name}.layout",
         hf,
@@ -172,6 +177,11 @@ def trained_role(config: Config, role: RoleConfig, hf: HFConfig) -> RolePlan:
         stages=stages,
         help=advice(parts, role) if sum(parts.values()) > usable else "",
     )
+
+
+def shares_rows(config: Config) -> bool:
+    """Whether context ranks may share rows on a GPU, as the run itself asks (`megatron/transformer_config.py`)."""
+    return config.model.dtype != "float32"
 
 
 def _with_savings(planned: RolePlan, config: Config, role: RoleConfig, hf: HFConfig) -> RolePlan:

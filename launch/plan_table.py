@@ -9,6 +9,7 @@ from rich.table import Table
 from launch.plan import GIB, GPU_BYTES, RESERVED_BYTES, Plan, RolePlan, load_plan, write_json
 from megatron_sao.config import LayoutConfig
 from megatron_sao.megatron.activations import EXPERT_IMBALANCE
+from megatron_sao.megatron.mapping.table import padded_vocabulary
 
 MIN_WIDTH = 140  # in a file, where rich would take 80
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "weights", "kv_cache", "publish")
@@ -108,10 +109,10 @@ def _assumptions(plan: Plan) -> list[str]:
 
 def _shards(plan: Plan, name: str, layout: LayoutConfig) -> str:
     """How the ranks of one pipeline stage divide it."""
-    hf = plan.hf
+    hf, vocabulary = plan.hf, padded_vocabulary(plan.hf.vocab_size, layout.tensor) // layout.tensor
     parts = [
         f"{name}: tensor rank t holds 1/{layout.tensor} of each layer ({hf.num_heads // layout.tensor} of "
-        f"{hf.num_heads} heads) and of the vocabulary ({hf.vocab_size // layout.tensor} of {hf.vocab_size})"
+        f"{hf.num_heads} heads) and of the vocabulary ({vocabulary} of {hf.vocab_size})"
     ]
     if hf.num_experts:
         each = hf.num_experts // layout.expert

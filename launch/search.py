@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from launch.estimate import Seconds, Workload
-from launch.plan import GPU_BYTES, RESERVED_BYTES, RolePlan, engine_role, trained_role
+from launch.plan import GPU_BYTES, RESERVED_BYTES, RolePlan, engine_role, shares_rows, trained_role
 from megatron_sao.config import Config, LayoutConfig, Recompute, RoleConfig
 from megatron_sao.megatron.mapping.hf_config import HFConfig
 from megatron_sao.megatron.sizes import check_sizes
@@ -141,7 +141,8 @@ def smallest_engine(config: Config, hf: HFConfig) -> int:
         if planned.fits:
             return size
         shortage = planned.help
-    raise ValueError(f"no engine of {config.engine.tensor} or more {config.cluster.gpu} fits: {shortage}")
+    heads = f"none divides the attention heads, {hf.num_heads}, and is up to or of whole nodes of {per_node}"
+    raise ValueError(f"no engine of {config.engine.tensor} or more {config.cluster.gpu} fits: {shortage or heads}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,7 @@ class RoleSearch:
         for layout in layouts(self.hf, num_ranks):
             if self._least_bytes(layout) > GPU_BYTES[self.config.cluster.gpu] - RESERVED_BYTES:
                 continue
-            contexts = divisors(layout.data)
+            contexts = divisors(layout.data) if shares_rows(self.config) else [1]
             sparing = _with(self.role, layout, contexts[-1], "full")
             if not trained_role(self.config, sparing, self.hf).fits:
                 continue

@@ -9,8 +9,14 @@ from megatron_sao.config import Config
 
 
 def hf_fields(model_directory: Path) -> dict[str, Any]:
-    """The model's `config.json`."""
-    fields: dict[str, Any] = json.loads((model_directory / "config.json").read_text(encoding="utf-8"))
+    """The model's `config.json`. Raises ValueError: it is not a JSON object."""
+    path = model_directory / "config.json"
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} holds a {type(fields).__name__}, not an object")
     return fields
 
 

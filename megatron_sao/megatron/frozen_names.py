@@ -21,6 +21,11 @@ def frozen_hf_names(bindings: Sequence[Binding], patterns: Sequence[str]) -> fro
     return frozen
 
 
+def adam_bytes(item_bytes: int) -> int:
+    """Of a trained parameter: two float32 moments, and a float32 main copy of one that has fewer bytes."""
+    return 8 + (4 if item_bytes < 4 else 0)
+
+
 def _matching_names(names: Sequence[str], patterns: Sequence[str]) -> frozenset[str]:
     matches = {pattern: [name for name in names if fnmatchcase(name, pattern)] for pattern in patterns}
     empty = [pattern for pattern, found in matches.items() if not found]
@@ -49,11 +54,6 @@ def _check_whole(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:
                 f"Megatron holds {', '.join(binding.hf_names)} in one tensor; the freeze patterns freeze "
                 f"{', '.join(cold)} and train {', '.join(warm)}: give a pattern for all of them or for none"
             )
-
-
-def adam_bytes(item_bytes: int) -> int:
-    """Of a trained parameter: two float32 moments, and a float32 main copy of one that has fewer bytes."""
-    return 8 + (4 if item_bytes < 4 else 0)
 
 
 def _check_experts(bindings: Sequence[Binding], frozen: frozenset[str]) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch.benches import bench, benches
-from launch.cli import command
+from launch.cli import command, parse_arguments
 from megatron_sao.megatron.installed import OPTIONS_OF_GLM_DSA, SPARSE_ATTENTION, transformer_options
 
 ROOT = Path(__file__).parent.parent.parent
@@ -123,6 +123,21 @@ def test_a_model_path_that_may_be_a_name_on_the_hub_is_told_how_to_get_the_direc
             assert remedy in said
 
 
+def test_a_run_in_the_working_directory_is_told_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["plan", str(ROOT / MATH), "model.path=no/such-model", "run.directory=."]) == 2
+    assert "hf download no/such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "fault"), [("{bad", "is not JSON: "), ("[]", "holds a list, not an object")])
+def test_a_config_json_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, fault: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for name in ("train", "plan"):
+        assert command([name, str(ROOT / MATH), f"model.path={tmp_path}"]) == 2
+        assert f"{tmp_path / 'config.json'} {fault}" in capsys.readouterr().err
+
+
 def test_every_bench_is_found_by_name_and_has_what_the_command_calls() -> None:
     found = benches()
     assert list(found) == ["publish", "step"]
@@ -131,3 +146,30 @@ def test_every_bench_is_found_by_name_and_has_what_the_command_calls() -> None:
         assert callable(module.run)
         assert callable(module.add_arguments)
         assert (module.__doc__ or "").startswith(summary)
+
+
+def test_overrides_may_follow_an_option() -> None:
+    options = parse_arguments(["plan", MATH, "run.seed=1", "--search", "run.loop=serial", "--gpus", "8", "run.seed=2"])
+    assert options.overrides == ["run.seed=1", "run.loop=serial", "run.seed=2"]
+    assert (options.search, options.gpus) == (True, 8)
+
+
+@pytest.mark.parametrize("arguments", [("plan", MATH, "--serach"), ("train", MATH, "run.seed=1", "-x", "run.seed=2")])
+def test_an_option_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        parse_arguments(arguments)
+    assert stop.value.code == 2
+    assert (
+        f"unrecognized arguments: {next(each for each in arguments if each.startswith('-'))}" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("file", ["no/such/plan.json", "configs"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    capsys: pytest.CaptureFixture[str], file: str
+) -> None:
+    for arguments in (["plan", MATH], ["bench", "publish"]):
+        with pytest.raises(SystemExit) as stop:
+            parse_arguments([*arguments, "--json", file])
+        assert stop.value.code == 2
+        assert f"argument --json: {'' if file == 'configs' else 'cannot write '}{file}" in capsys.readouterr().err

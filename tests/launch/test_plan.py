@@ -132,6 +132,15 @@ def test_the_table_says_who_holds_what_and_what_is_assumed(capsys: pytest.Captur
         assert text in shown
 
 
+def test_a_part_of_a_vocabulary_has_its_padding_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = json.loads((CONFIGS / "models/Qwen/Qwen3-30B-A3B-Thinking-2507/config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**copy, "vocab_size": 151_937}))
+    assert command(["plan", str(MATH), f"model.path={tmp_path}"]) == 0
+    assert "the vocabulary (37985 of 151937)" in capsys.readouterr().out
+
+
 def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Path) -> None:
     def activations(*overrides: str) -> int:
         _, found = plan(MATH, tmp_path / "plan.json", *overrides)
@@ -160,6 +169,10 @@ def test_recomputation_context_and_stages_make_activations_smaller(tmp_path: Pat
         (
             ("engine.extra_args=['--mem-fraction-static', 'much']",),
             "engine.extra_args: --mem-fraction-static = 'much' is not a number",
+        ),
+        (
+            ("model.dtype=float32",),
+            r"actor\.layout: context = 4 with float32: .*set model.dtype = bfloat16, or context = 1",
         ),
         (("cluster.gpu=T4",), "'A100-80GB', 'H100-80GB', 'H200-141GB' or 'B200-180GB'"),
         (

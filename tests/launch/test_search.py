@@ -150,6 +150,24 @@ def test_an_engine_that_does_not_fit_grows_and_none_shrinks() -> None:
         search(load(MATH, [*SMALL, "engine.max_total_tokens=1000000000"]), hf)
 
 
+def test_an_engine_that_no_node_takes_says_why() -> None:
+    config, hf = small()
+    cluster = config.cluster.model_copy(update={"gpus_per_node": 3})
+    engine = config.engine.model_copy(update={"tensor": 8})
+    with pytest.raises(ValueError, match="none divides the attention heads, 32, and is up to or of whole nodes of 3"):
+        search(config.model_copy(update={"cluster": cluster, "engine": engine}), hf)
+
+
+def test_rows_of_float32_are_not_shared() -> None:
+    """As the run itself refuses it."""
+    config, hf = small()
+    halves = RoleSearch(config=config, role=config.critic, hf=dataclasses.replace(hf, role="critic"))
+    model = config.model.model_copy(update={"dtype": "float32"})
+    whole = dataclasses.replace(halves, config=config.model_copy(update={"model": model}))
+    contexts = [{role.layout.context for role in each.divisions(8)} for each in (halves, whole)]
+    assert contexts == [{1, 2, 4, 8}, {1}]
+
+
 def paste(text: str, lines: str) -> str:
     """The lines in place of those of the same names in the same tables."""
     for table, values in tomllib.loads(lines).items():
