@@ -38,11 +38,14 @@ $(VENV)/.installed: $(PINS)
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 
-# Transformer Engine is compiled: docs/gpu.md says what that needs, and how long it takes.
+# Transformer Engine's part for torch is compiled (docs/gpu.md), in an environment of pip's own: the constraint gives it
+# the torch that will be there, not the newest one.
 $(VENV)/.installed-gpu: $(PINS)
 	@echo "an NVIDIA GPU is here: requirements/gpu.txt on $(PYTHON) (the CPU set: make clean, then make GPU= setup)"
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --requirement requirements/gpu.txt pytest pytest-asyncio pytest-timeout ruff mypy
+	grep '^torch==' requirements/gpu.txt > $(VENV)/torch.txt
+	PIP_CONSTRAINT=$(CURDIR)/$(VENV)/torch.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/$(VENV)/torch.txt \
+		$(BIN)/pip install --quiet --requirement requirements/gpu.txt pytest pytest-asyncio pytest-timeout ruff mypy
 	$(BIN)/pip install --quiet --no-deps --no-build-isolation --editable .
 	touch $@
 

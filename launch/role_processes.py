@@ -60,15 +60,15 @@ async def start_roles(
 def start_rank(
     spec: RankSpec, *, supervisor: Supervisor, environment: Mapping[str, str], logs: Path, interface: str = "lo"
 ) -> Process:
-    """One rank, with `environment` added to its own. What a person has set for the GPU stays."""
+    """One rank, with `environment` added to its own."""
     own = rank_environment(os.environ, num_threads=spec.config.num_threads, interface=interface)
-    gpu = gpu_environment(spec.config.layout)
+    gpu = gpu_environment(own, spec.config.layout)
     return supervisor.start(
         f"{spec.role} rank {spec.rank}",
         RANK_COMMAND,
         log_path=logs / f"{spec.role}-{spec.rank}.log",
         stdin=spec_text(spec),
-        environment={**gpu, **own, **environment},
+        environment={**own, **gpu, **environment},
     )
 
 
@@ -139,8 +139,8 @@ def rank_environment(parent: Mapping[str, str], *, num_threads: int, interface: 
     return kept | fixed
 
 
-def gpu_environment(layout: LayoutConfig) -> dict[str, str]:
-    """What CUDA's libraries read as they start; without a GPU nobody does.
+def gpu_environment(parent: Mapping[str, str], layout: LayoutConfig) -> dict[str, str]:
+    """What CUDA's libraries read as they start, where a person has not set it; without a GPU nobody reads it.
 
     NCCL: what SGLang sets in its own processes, since both sides of an update group must choose the same transport.
     One queue of kernels where tensor or context ranks talk during a product: Megatron-core counts on it that a message
@@ -148,7 +148,7 @@ def gpu_environment(layout: LayoutConfig) -> dict[str, str]:
     """
     nccl = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
     overlap = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if layout.tensor > 1 or layout.context > 1 else {}
-    return {**EXACT_FLOAT32, **nccl, **overlap}
+    return {name: value for name, value in {**EXACT_FLOAT32, **nccl, **overlap}.items() if name not in parent}
 
 
 async def built(channel: Channel, timeout_s: float) -> None:

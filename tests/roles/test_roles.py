@@ -253,12 +253,12 @@ def test_a_rank_starts_without_keys_in_its_environment_and_without_proxies(tmp_p
 
 
 def test_a_rank_tells_cuda_what_megatron_and_the_engine_count_on_and_a_person_has_the_last_word() -> None:
-    alone, tensor, context = (
-        gpu_environment(LayoutConfig(**sizes))
-        for sizes in ({}, {"num_ranks": 2, "tensor": 2}, {"num_ranks": 2, "context": 2})
-    )
-    assert alone == {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    assert tensor == context == alone | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    tensor, context = (LayoutConfig(num_ranks=2, **{axis: 2}) for axis in ("tensor", "context"))
+    alone = {"NVIDIA_TF32_OVERRIDE": "0", "NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+    ordered = alone | {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert gpu_environment({}, LayoutConfig()) == alone
+    assert gpu_environment({}, tensor) == gpu_environment({}, context) == ordered
+    assert gpu_environment(dict.fromkeys(ordered, "8"), tensor) == {}
 
 
 def test_a_specification_survives_the_way_through_stdin_and_a_wrong_one_is_named(tmp_path: Path) -> None:
