@@ -71,6 +71,9 @@ def search(config: Config, hf: HFConfig, *, num_gpus: int | None = None) -> tupl
     actor = RoleSearch(config=config, role=config.actor, hf=dataclasses.replace(hf, role="policy"))
     critic = RoleSearch(config=config, role=config.critic, hf=dataclasses.replace(hf, role="critic"))
     fewest = engine + _fewest(actor, critic, engine)
+    most = 2 * MAX_ROLE_GPUS + engine
+    if num_gpus is not None and num_gpus > most:
+        raise ValueError(f"--gpus {num_gpus}: two roles of up to {MAX_ROLE_GPUS} and the engine can use {most}")
     if num_gpus is not None and num_gpus < fewest:
         raise ValueError(f"--gpus {num_gpus}: the fewest that the run fits on are {fewest} {config.cluster.gpu}")
     step_s = max if config.run.loop == "overlapped" else _sum

@@ -207,6 +207,8 @@ def test_a_number_of_gpus_goes_with_a_search(capsys: pytest.CaptureFixture[str])
     assert "--gpus goes with --search" in capsys.readouterr().err
     assert command(["plan", str(MATH), "--search", "--gpus", "8"]) == 2
     assert "--gpus 8: the fewest that the run fits on are" in capsys.readouterr().err
+    assert command(["plan", str(MATH), "--search", "--gpus", "100000"]) == 2
+    assert "two roles of up to 2048 and the engine can use 4104" in capsys.readouterr().err
 
 
 def test_every_gpu_of_the_plan_has_rates() -> None:
