@@ -18,6 +18,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -87,6 +88,21 @@ class LatentCoreAttention(DotProductAttention):
         assert v_channels in (0, self.config.kv_channels), f"a value of {v_channels} is not config.kv_channels"
 
 
+class WholeQueriesAttention(MLASelfAttention):
+    """Latent attention whose queries are not compressed, and so have no latent to be normed.
+
+    Megatron-core 0.19 would put a norm of its own into their projection, or refuse to without Transformer Engine. Older
+    ones do not ask here.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        from megatron.core.transformer.mla_qk_norm_config import QKNormConfigResolver  # here: not in every version
+
+        resolver = QKNormConfigResolver(self.config, submodules)
+        resolver.has_q_lora = True  # what it says of the queries' latent is not built
+        return {**resolver.resolve(), "linear_q_proj": submodules.linear_q_proj}
+
+
 def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int | None = None) -> Any:
     """Specs of the layers in this rank's pipeline stage, or in its chunk number `vp_stage`.
 
@@ -104,6 +120,9 @@ def layer_specs(config: TransformerConfig, platform: Platform, *, vp_stage: int 
     specs = get_gpt_decoder_block_spec(
         dense, platform.transformer_engine, normalization=config.normalization, vp_stage=vp_stage
     )
+    if config.multi_latent_attention and config.q_lora_rank is None:
+        for layer in specs.layer_specs:
+            layer.submodules.self_attention.module = WholeQueriesAttention
     if platform.transformer_engine:
         return specs
     for layer in specs.layer_specs:
