@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Activations, Pass, _in_flight, activations
+from megatron_sao.megatron.activations import EXPERT_IMBALANCE, Pass, activations
 from megatron_sao.megatron.installed import SPARSE_ATTENTION
 from megatron_sao.megatron.mapping.architectures import read_hf_config
 from megatron_sao.megatron.mapping.hf_config import HFConfig
@@ -88,21 +88,6 @@ def test_predicted_states_are_what_every_rank_holds(measured: Any, name: str) ->
             assert parts[part] == pytest.approx(getattr(held, part), rel=0.03), part
 
 
-def with_unfused_scores(
-    found: Activations, hf: HFConfig, way: Pass, chunks: tuple[range, ...], pipeline_rank: int
-) -> Activations:
-    """And the scores of all pairs, which no kernel on a GPU keeps, but Transformer Engine's attention without one does.
-
-    The local spec's are in the prediction."""
-    if not TRANSFORMER_ENGINE:
-        return found
-    scores = way.row**2 * hf.num_heads // way.layout.tensor * way.item_bytes  # of a layer
-    if way.recompute != "none":
-        return dataclasses.replace(found, layer_bytes=found.layer_bytes + scores)
-    in_flight = sum(map(len, chunks)) * _in_flight(way.layout, pipeline_rank)
-    return dataclasses.replace(found, kept_bytes=found.kept_bytes + round(in_flight * scores))
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -> None:
     """Of the fullest rank in each stage: routers of random weights do not balance the others."""
@@ -110,6 +95,8 @@ def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -
     case = CASES[name]
     if TRANSFORMER_ENGINE and hf_config(root, case).computes_sparse:
         pytest.skip("with Transformer Engine the plan counts on fused kernels for sparse attention: none on a CPU")
+    if TRANSFORMER_ENGINE and case.config.recompute == "selective":
+        pytest.skip("recomputed attention: the fake kernel's own workspace, the scores of a layer, is most of the peak")
     way = Pass(
         layout=case.config.layout,
         item_bytes=ITEM_BYTES[case.dtype],
@@ -122,8 +109,7 @@ def test_predicted_activations_are_the_measured_peak(measured: Any, name: str) -
     for pipeline_rank, stage in enumerate(predicted(root, case)):
         peak = max(rank[name].activations for rank in ranks if rank[name].pipeline_rank == pipeline_rank)
         found = activations(hf_config(root, case), way, stage.layers, pipeline_rank)
-        with_scores = with_unfused_scores(found, hf_config(root, case), way, stage.layers, pipeline_rank)
-        assert with_scores.peak_bytes == pytest.approx(peak, rel=0.25)
+        assert found.peak_bytes == pytest.approx(peak, rel=0.25)
         way_as_planned = dataclasses.replace(way, expert_imbalance=EXPERT_IMBALANCE)
         assert stage.activations == activations(hf_config(root, case), way_as_planned, stage.layers, pipeline_rank)
 
