@@ -18,8 +18,11 @@ from tests.support.tiny_models import load_hf, make_tiny_model
 from tests.support.training_case import Case, disturbed, make_batch, start_logprobs, three_steps
 
 FAMILIES = ("moe", "dense_tied", "glm4", "deepseek", "glm5_shared_indexers")
-LOGPROB_BARS = {"float32": 1e-4, "bfloat16": 0.1}
-"""Nats: the largest difference, and in bfloat16, where a token may get another expert, the mean."""
+LOGPROB_BARS = {"float32": 1e-4, "bfloat16": 0.04}
+"""Nats: the largest difference; in bfloat16 the mean, since rounding gives a token near a tie another expert: GLM-5's
+largest is 0.24 between transformers' own two types, at the two tokens whose experts differ, and 0.05 at all others."""
+TYPICAL_BAR = 0.1
+"""Nats, bfloat16: the largest difference of the median token, which few tokens with other experts do not move."""
 ONE_EACH = (((5,), (3, 1), (0, 2), (4,)),)
 UNEVEN = (((5, 3), (0, 4, 1)), ((2,), ()))
 LAYOUTS = [
@@ -53,7 +56,7 @@ def test_logprobs_are_those_of_transformers(
         part = packed[start : start + len(sequence)]
         with torch.no_grad():
             expected = reference(torch.tensor([sequence])).logits[0].log_softmax(-1)
-        differences.append((part - expected).abs().flatten())
+        differences.append((part - expected).abs())
         apart.append((part - alone.float().log_softmax(-1)).abs().flatten())
         start += len(sequence)
     figure(
@@ -61,6 +64,8 @@ def test_logprobs_are_those_of_transformers(
         size_of(differences, dtype),
         LOGPROB_BARS[dtype],
     )
+    typical = float(torch.cat(differences).amax(-1).median())
+    figure("nats from transformers, largest of the median token", typical, min(TYPICAL_BAR, 2.5 * LOGPROB_BARS[dtype]))
     figure("nats between a row and its sequences alone", size_of(apart, dtype), LOGPROB_BARS[dtype])
 
 
@@ -109,7 +114,7 @@ def test_three_sao_steps_of_a_layout_are_those_of_one_rank(
 
 
 def size_of(differences: list[torch.Tensor], dtype: str) -> float:
-    every = torch.cat(differences)
+    every = torch.cat([each.flatten() for each in differences])
     return float(every.max() if dtype == "float32" else every.mean())
 
 

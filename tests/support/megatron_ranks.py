@@ -193,7 +193,7 @@ def packed_and_alone(rank: int, layout: dict[str, int], directory: Path, dtype: 
     policy = build_policy(directory, place, machine, dtype=getattr(torch, dtype))
     checkpoint.load_policy(policy, directory, place)
     packed, *alone = (
-        forward(policy, row_of(sequences, place.tensor_size), machine)
+        forward(policy, row_for(place, *sequences), place, machine)
         for sequences in (SEQUENCES, *((sequence,) for sequence in SEQUENCES))
     )
     return {"packed": packed, "alone": alone, "sparse_kernels": machine.sparse_kernels}
