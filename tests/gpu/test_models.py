@@ -11,9 +11,12 @@ from megatron_sao.rollout.devices import visible_devices
 from tests.gpu.conftest import Figure, Ranks
 from tests.megatron.test_megatron_layouts import MODELS
 from tests.megatron.test_router_replay import distance, sequences
+from tests.support import memory_ranks
 from tests.support.megatron_ranks import SEQUENCES, packed_and_alone
+from tests.support.memory_ranks import peak_of_update, write_models
 from tests.support.replay_bodies import gradients_by_routes
 from tests.support.routing_reference import chosen_by_hf
+from tests.support.te_cpu import TRANSFORMER_ENGINE
 from tests.support.tiny_models import load_hf, make_tiny_model
 from tests.support.training_case import Case, disturbed, make_batch, start_logprobs, three_steps
 
@@ -111,6 +114,34 @@ def test_three_sao_steps_of_a_layout_are_those_of_one_rank(
             2e-5,
         )
         assert largest(expected["after"][role], expected["before"][role]) > 1e-3
+
+
+@pytest.mark.parametrize("tensor", [pytest.param(n, marks=pytest.mark.gpu(2 * n)) for n in (1, 2)])
+def test_context_ranks_give_the_logprobs_of_one_rank(
+    tensor: int, directory: str, ranks_: Ranks, figure: Figure
+) -> None:
+    """In bfloat16: the attention that they share takes nothing else on a GPU."""
+    if not (visible_devices() or TRANSFORMER_ENGINE):
+        pytest.skip("context parallelism needs Transformer Engine")
+    split = Case(num_ranks=2 * tensor, context=2, tensor=tensor, dtype="bfloat16", plan=ONE_EACH)
+    cases = (Case(dtype="bfloat16", plan=ONE_EACH), split)
+    found = [ranks_(case.num_ranks, start_logprobs, directory, case)[0] for case in cases]
+    figure("nats", size_of([torch.from_numpy(np.abs(found[0] - found[1]))], "bfloat16"), LOGPROB_BARS["bfloat16"])
+
+
+@pytest.mark.gpu(1)
+@pytest.mark.parametrize(("model", "recompute"), [("moe", "none"), ("moe", "full"), ("latent", "none")])
+def test_the_plan_is_what_the_allocator_says(
+    model: str, recompute: str, tmp_path: Path, ranks_: Ranks, figure: Figure
+) -> None:
+    """Of rows long enough for activations to be most of it."""
+    write_models(tmp_path)
+    num_tokens = 8192 if visible_devices() else 256
+    case = memory_ranks.Case(
+        model=model, layout={"num_ranks": 1}, dtype="bfloat16", recompute=recompute, num_tokens=num_tokens
+    )
+    ((held, planned),) = ranks_(1, peak_of_update, tmp_path, case)
+    figure("planned bytes over held ones, less 1", abs(planned / held - 1), 0.25)
 
 
 def size_of(differences: list[torch.Tensor], dtype: str) -> float:

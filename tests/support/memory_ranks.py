@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from megatron_sao.config import ActorConfig, CriticConfig, RoleConfig
 from megatron_sao.megatron.freeze import freeze
+from megatron_sao.megatron.memory import role_memory
 from megatron_sao.megatron.model import build_critic, build_policy
 from megatron_sao.megatron.parallel import initialize
 from megatron_sao.megatron.platform import install
@@ -158,6 +159,28 @@ def _measure(trainer: Trainer, case: Case) -> Held:
         num_sequences=len(shard.offsets) - 1,
         rehearsed=(before, after),
     )
+
+
+def peak_of_update(rank: int, root: Path, case: Case) -> tuple[int, int]:
+    """Bytes that a rank holds at the peak of an update, by CUDA's allocator or as live storages, and the plan's."""
+    trainer = _trainer(rank, root / case.model, case)
+    shard = longest_rows(trainer, case.num_tokens)
+    _update(trainer, shard, case.role)  # Adam makes its state at the first step
+    if trainer.platform.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        _update(trainer, shard, case.role)
+        held = torch.cuda.max_memory_allocated()
+    else:
+        found = _measure(trainer, case)
+        held = found.parameters + found.gradients + found.optimizer + found.activations
+    stages = role_memory(
+        trainer.model.hf_config,
+        case.config,
+        dtype=case.dtype,
+        frozen=trainer.model.frozen_hf_names,
+        transformer_engine=trainer.platform.transformer_engine,
+    )
+    return held, stages[trainer.parallel.pipeline_rank].total_bytes
 
 
 def _digest(trainer: Trainer) -> str:
