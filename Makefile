@@ -81,7 +81,7 @@ $(MEGATRON_VENV)/.installed: $(MEGATRON_PINS)
 
 quickstart: setup
 	$(BIN)/python -m tools.quickstart
-	$(if $(QUICKSTART),@echo "on a GPU, where the actor has one rank and weights are bfloat16: $(QUICKSTART)")
+	$(if $(QUICKSTART),@echo "on a GPU the actor has one rank and weights are bfloat16: $(QUICKSTART)")
 	$(BIN)/sao train configs/quickstart.toml $(QUICKSTART)
 	$(BIN)/python -m tools.plot runs/quickstart
 

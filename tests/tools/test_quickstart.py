@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import random
+import subprocess
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from tests.support.scripted_turns import ScriptedTurns, generation
 from tools import quickstart
 from tools.warm_start import demonstrations, training
 from tools.warm_start.model import VOCAB_SIZE, build_config, build_tokenizer
+
+ROOT = Path(__file__).parent.parent.parent
 
 TOKENIZER = build_tokenizer()
 RENDERER = Renderer(TOKENIZER)
@@ -149,3 +152,14 @@ def test_the_same_recipe_gives_the_same_weights() -> None:
         return [parameter.detach().clone() for parameter in policy.parameters()]
 
     assert all((one == other).all() for one, other in zip(weights(), weights(), strict=True))
+
+
+@pytest.mark.parametrize("gpu", ["", "GPU 0: one"])
+def test_what_make_would_run_is_shell(gpu: str) -> None:
+    """And on a GPU it says what differs there."""
+    commands = subprocess.run(
+        ["make", "-n", "quickstart", f"GPU={gpu}"], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+    subprocess.run(["sh", "-n"], input=commands, text=True, check=True, timeout=30)
+    assert ("actor.layout.num_ranks=1" in commands) == bool(gpu)
+    assert ("weights are bfloat16" in commands) == bool(gpu)

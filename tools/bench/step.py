@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--vocab", type=int, default=2048)
     parser.add_argument("--max-tokens-per-micro-batch", type=int, default=1024)
     parser.add_argument("--long-tokens", type=int, default=4096, help="of the batch of long_rows")
-    parser.add_argument("--long-vocab", type=int, default=32768, help="of long_rows, whose model has one layer")
+    parser.add_argument("--long-vocab", type=int, default=65536, help="of long_rows, whose model has one layer")
     parser.add_argument("--long-pairs", type=int, default=5, help="of long_rows")
     parser.add_argument("--ranks", type=int, default=1, help="data-parallel ranks of each role, one thread each")
 
